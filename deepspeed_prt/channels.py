@@ -1,0 +1,301 @@
+"""Channels: asynchronous messages between the ranks of a pipe.
+
+A channel is all messages from one rank to another, in the order the program fixes. Each has a process group of its
+own, so that on NCCL it has its own communicator and stream, and two directions between the same pair never mix.
+
+Shapes are agreed once per stage boundary, by a header before its first message (before each message with
+``dynamic_shape``). Gradients need none: both sides know the activation they belong to.
+"""
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.topology import ProcessTopology
+
+from .errors import PoisonedMessage, PRTError
+from .program.placement import Placement
+
+HEADER_SIZE = 256
+"""Numbers in a header: enough for about 30 tensors."""
+
+
+class TensorSpec(NamedTuple):
+    """What a receiver has to know of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+class MessageSpec(NamedTuple):
+    """What a receiver has to know of an activation: one tensor, or a tuple of them."""
+
+    is_tuple: bool
+    tensors: tuple[TensorSpec, ...]
+
+    @classmethod
+    def of(cls, value: torch.Tensor | tuple[torch.Tensor, ...]) -> "MessageSpec":
+        """Describe an activation."""
+        is_tuple = not torch.is_tensor(value)
+        tensors = value if is_tuple else (value, )
+        return cls(is_tuple, tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors))
+
+    def gradients(self) -> list[TensorSpec]:
+        """What comes back for it: a gradient for each tensor that requires one."""
+        return [tensor for tensor in self.tensors if tensor.requires_grad]
+
+
+class Receive:
+    """One message on its way in."""
+
+    def __init__(self, boundary: tuple[str, int], spec: MessageSpec | None, tensors: Sequence[TensorSpec] = ()) -> None:
+        self.boundary = boundary
+        self.spec = spec
+        self.wanted = tuple(tensors)
+        self.tensors: list[torch.Tensor] = []
+        self.poisoned = False
+        self._header: tuple[torch.Tensor, dist.Work] | None = None
+        self._works: list[dist.Work] = []
+        self.posted = False
+
+
+class Channels:
+    """This rank's ends of all channels of its pipe.
+
+    Every rank of the world has to construct one at the same time.
+
+    Args:
+        placement: which ranks are neighbours.
+        topology: where the pipes are.
+        pipe_ranks: the global ranks of this rank's pipe, in pipe order.
+        rank: this rank's place in it.
+        device: where received tensors are to be.
+        dynamic_shape: send a header before every activation.
+    """
+
+    def __init__(self, placement: Placement, topology: ProcessTopology, pipe_ranks: Sequence[int], rank: int,
+                 device: torch.device, dynamic_shape: bool) -> None:
+        self._device = device
+        self._dynamic_shape = dynamic_shape
+        self._pipe_ranks = pipe_ranks
+        self._rank = rank
+        self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+        hops = {(placement.route[stage - 1], placement.route[stage])
+                for stage in range(1, placement.stages) if placement.is_remote(stage)}
+        for ranks in topology.get_axis_comm_lists("pipe"):
+            for source, target in sorted(hops | {(target, source) for source, target in hops}):
+                group = dist.new_group([ranks[source], ranks[target]])
+                if list(ranks) == list(pipe_ranks) and rank in (source, target):
+                    self._groups[source, target] = group
+        self._agreed: dict[tuple[str, int], MessageSpec] = {}
+        self._expected: dict[int, deque[Receive]] = {source: deque() for source, _ in self._groups}
+        self._sending = _Sending(pollable=device.type != "cpu")
+
+    def forget(self, mode: str | None = None) -> None:
+        """Agree on shapes anew, in one mode (``"train"`` or ``"eval"``) or in all."""
+        self._agreed = {} if mode is None else {key: spec for key, spec in self._agreed.items() if key[0] != mode}
+
+    def send_activation(self, value: torch.Tensor | tuple[torch.Tensor, ...], boundary: tuple[str, int],
+                        target: int) -> MessageSpec:
+        """Start to send a stage's output; returns what the receiver takes it for.
+
+        Args:
+            value: the output.
+            boundary: the mode and the sending stage.
+            target: the receiving pipe rank.
+
+        Raises:
+            PRTError: its shape is not the agreed one.
+        """
+        spec = MessageSpec.of(value)
+        if self._needs_header(boundary):
+            self._send(_write_header(spec, self._device), target)
+            self._agreed[boundary] = spec
+        elif not _fits(spec, self._agreed[boundary]):
+            raise PRTError(f"stage {boundary[1]} sends {_describe(spec)} but {_describe(self._agreed[boundary])} was "
+                           "agreed in an earlier micro-batch; give PipelineModule dynamic_shape=True, make every "
+                           "micro-batch alike (drop_last), or call engine.reset_activation_shape() between batches")
+        for tensor in value if spec.is_tuple else (value, ):
+            self._send(tensor.detach().contiguous(), target)
+        return self._agreed[boundary]
+
+    def send_gradients(self, gradients: Sequence[torch.Tensor], target: int) -> None:
+        """Start to send the gradients of a stage's input, one for each tensor that requires one."""
+        for gradient in gradients:
+            self._send(gradient.contiguous(), target)
+
+    def send_poison(self, boundary: tuple[str, int], target: int) -> MessageSpec | None:
+        """Stand in for an activation that could not be computed, so that the channel stays in step.
+
+        Returns what the receiver takes it for; None if the receiver learns that there is nothing.
+        """
+        if self._needs_header(boundary):
+            header = torch.zeros(HEADER_SIZE, dtype=torch.int64, device=self._device)
+            header[0] = -1
+            self._send(header, target)
+            return None
+        self.send_zeros(self._agreed[boundary].tensors, target)
+        return self._agreed[boundary]
+
+    def send_zeros(self, tensors: Sequence[TensorSpec], target: int) -> None:
+        """Send zeros of the given shapes."""
+        for tensor in tensors:
+            self._send(torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device), target)
+
+    def post_activation(self, boundary: tuple[str, int], source: int) -> Receive:
+        """Post the receive of a stage's input; ``boundary`` is the mode and the sending stage."""
+        return self._post(Receive(boundary, None), source)
+
+    def post_gradients(self, tensors: Sequence[TensorSpec], source: int) -> Receive:
+        """Post the receive of gradients."""
+        return self._post(Receive(("gradient", -1), MessageSpec(True, tuple(tensors)), tensors), source)
+
+    def wait(self, receive: Receive, source: int) -> list[torch.Tensor]:
+        """The tensors of a message, once they are there.
+
+        Raises:
+            PoisonedMessage: the sender failed.
+        """
+        if not receive.posted:
+            self._advance(source, until=receive)
+        for work in receive._works:
+            work.wait()
+        if receive.poisoned:
+            raise PoisonedMessage
+        return receive.tensors
+
+    def flush(self) -> None:
+        """Wait until everything sent has left."""
+        self._sending.flush()
+
+    def _needs_header(self, boundary: tuple[str, int]) -> bool:
+        return self._dynamic_shape or boundary not in self._agreed
+
+    def _send(self, tensor: torch.Tensor, target: int) -> None:
+        work = dist.isend(tensor, self._pipe_ranks[target], group=self._groups[self._rank, target])
+        self._sending.watch(work, tensor)
+
+    def _post(self, receive: Receive, source: int) -> Receive:
+        self._expected[source].append(receive)
+        self._advance(source, until=None)
+        return receive
+
+    def _advance(self, source: int, until: Receive | None) -> None:
+        """Post expected messages in order, as far as their shapes are known; wait for headers only up to ``until``."""
+        expected = self._expected[source]
+        while expected and not (until is not None and until.posted):
+            head = expected[0]
+            if head.spec is None and not self._needs_header(head.boundary):
+                head.spec = self._agreed[head.boundary]
+            if head.spec is None:
+                if head._header is None:
+                    header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self._device)
+                    head._header = header, self._recv(header, source)
+                if until is None:
+                    return
+                head._header[1].wait()
+                spec = _read_header(head._header[0])
+                head._header = None
+                if spec is None:
+                    head.poisoned = True
+                else:
+                    head.spec = self._agreed[head.boundary] = spec
+            if head.spec is not None:
+                for tensor in head.spec.tensors:
+                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+                    head.tensors.append(buffer)
+                    head._works.append(self._recv(buffer, source))
+            head.posted = True
+            expected.popleft()
+
+    def _recv(self, buffer: torch.Tensor, source: int) -> dist.Work:
+        return dist.irecv(buffer, self._pipe_ranks[source], group=self._groups[source, self._rank])
+
+
+class _Sending:
+    """Keeps sent tensors until they have left, and no longer.
+
+    gloo's sends report completion only to who waits, so a thread does; NCCL's can be asked.
+    """
+
+    def __init__(self, pollable: bool) -> None:
+        self._pollable = pollable
+        self._flying: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._queue: queue.Queue[tuple[dist.Work, torch.Tensor]] = queue.Queue()
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def watch(self, work: dist.Work, tensor: torch.Tensor) -> None:
+        """Keep ``tensor`` alive until ``work`` is done."""
+        if self._pollable:
+            self._flying.append((work, tensor))
+            while self._flying and self._flying[0][0].is_completed():
+                self._flying.popleft()
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._wait_for_all, name="prt-sends", daemon=True)
+            self._thread.start()
+        self._queue.put((work, tensor))
+
+    def flush(self) -> None:
+        """Wait for everything; raises what a send raised."""
+        while self._flying:
+            self._flying.popleft()[0].wait()
+        self._queue.join()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _wait_for_all(self) -> None:
+        while True:
+            work, tensor = self._queue.get()
+            try:
+                work.wait()
+            except BaseException as error:  # whatever it is, it belongs to the thread that calls flush()
+                self._error = error
+            finally:
+                del work, tensor
+                self._queue.task_done()
+
+
+def _fits(spec: MessageSpec, agreed: MessageSpec) -> bool:
+    """Whether the receiver can take ``spec`` for ``agreed``: a tensor may require no gradient where one would do."""
+    return spec.is_tuple == agreed.is_tuple and len(spec.tensors) == len(agreed.tensors) and all(
+        new.shape == old.shape and new.dtype == old.dtype and new.requires_grad <= old.requires_grad
+        for new, old in zip(spec.tensors, agreed.tensors, strict=True))
+
+
+def _describe(spec: MessageSpec) -> str:
+    tensors = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}{' with gradient' if t.requires_grad else ''}"
+               for t in spec.tensors]
+    return ", ".join(tensors) if spec.is_tuple else tensors[0]
+
+
+def _write_header(spec: MessageSpec, device: torch.device) -> torch.Tensor:
+    numbers = [len(spec.tensors), int(spec.is_tuple)]
+    for shape, dtype, requires_grad in spec.tensors:
+        numbers += PipelineEngine.DTYPE_TO_ID[dtype], int(requires_grad), len(shape), *shape
+    if len(numbers) > HEADER_SIZE:
+        raise PRTError(f"a stage sends {len(spec.tensors)} tensors, whose shapes take {len(numbers)} numbers; only "
+                       f"{HEADER_SIZE} fit into a header: send fewer tensors between layers")
+    return torch.tensor(numbers + [0] * (HEADER_SIZE - len(numbers)), dtype=torch.int64, device=device)
+
+
+def _read_header(header: torch.Tensor) -> MessageSpec | None:
+    """The spec in a header; None if the sender failed."""
+    numbers = iter(header.tolist())
+    count, is_tuple = next(numbers), next(numbers)
+    if count < 0:
+        return None
+    tensors = []
+    for _ in range(count):
+        dtype, requires_grad, dims = next(numbers), bool(next(numbers)), next(numbers)
+        tensors.append(TensorSpec(tuple(next(numbers) for _ in range(dims)), PipelineEngine.ID_TO_DTYPE[dtype],
+                                  requires_grad))
+    return MessageSpec(bool(is_tuple), tuple(tensors))

@@ -1,0 +1,115 @@
+"""What the user passed to ``deepspeed.initialize`` besides the model: parameters, param groups, an optimizer."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .control import Control
+from .errors import PRTConfigError
+
+ParameterKey = tuple[Any, str]
+"""A parameter by where it was before migration: its module's key and its name in it."""
+
+
+class ClientParameters:
+    """``model_parameters`` in every form DeepSpeed takes, or the groups of an optimizer object.
+
+    Membership in a group travels with the layer, by parameter name. Groups are the same on all ranks afterwards, so
+    a rank gets the options (weight decay, learning rate) of groups that it did not have.
+    """
+
+    def __init__(self, model_parameters: Any, optimizer: Any) -> None:
+        self.optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+        # A generator is used up here, before the layers move.
+        self.model_parameters: Any = None if model_parameters is None else list(model_parameters)
+        self._lists: list[list[dict[str, Any]]] = []
+        if self.model_parameters is not None:
+            self._lists.append(self._as_groups(self.model_parameters))
+        if self.optimizer is not None:
+            self._lists.append(self.optimizer.param_groups)
+        self._origin: dict[int, ParameterKey] = {}
+
+    @staticmethod
+    def _as_groups(given: list[Any]) -> list[dict[str, Any]]:
+        if not given or not isinstance(given[0], dict):
+            return [{"params": given}] if given else []
+        for group in given:
+            params = group["params"]
+            group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
+        return given
+
+    def check(self) -> None:
+        """Refuse what cannot follow the layers.
+
+        Raises:
+            PRTConfigError: the optimizer has state, or a member is not a parameter.
+        """
+        if self.optimizer is not None and any(self.optimizer.state.values()):
+            raise PRTConfigError(f"the {type(self.optimizer).__name__} passed to deepspeed.initialize already has "
+                                 "state, which cannot follow the layers to other ranks; pass a new optimizer and load "
+                                 "a checkpoint afterwards")
+        for groups in self._lists:
+            for group in groups:
+                for parameter in group["params"]:
+                    if not isinstance(parameter, torch.Tensor):
+                        raise PRTConfigError(f"model_parameters holds a {type(parameter).__name__}; pass parameters, "
+                                             "or dicts with a \"params\" list of them")
+
+    def note_origin(self, origin: dict[int, ParameterKey]) -> None:
+        """Remember where each local parameter was, by ``id``."""
+        self._origin = origin
+
+    def follow(self, module: nn.Module, parameters: list[tuple[ParameterKey, nn.Parameter]],
+               control: Control) -> None:
+        """Point every group at the parameters that are on this rank now."""
+        came_from = {id(parameter): key for key, parameter in reversed(parameters)}
+        in_order = [(came_from[id(parameter)], parameter) for parameter in module.parameters()
+                    if id(parameter) in came_from]
+        everyones = control.gather([self._describe(groups) for groups in self._lists])
+        for position, groups in enumerate(self._lists):
+            self._regroup(groups, [theirs[position] for theirs in everyones if position < len(theirs)], in_order)
+        if self.model_parameters is not None:
+            groups = self._lists[0]
+            is_plain = len(groups) == 1 and groups[0].keys() == {"params"}
+            self.model_parameters = groups[0]["params"] if is_plain else groups
+        if not self.model_parameters and self.optimizer is None \
+                and (self.model_parameters is not None or not any(True for _ in module.parameters())):
+            # torch refuses an empty list of parameters, but not a group without any.
+            self.model_parameters = [{"params": []}]
+
+    def _describe(self, groups: list[dict[str, Any]]) -> list[tuple[dict[str, Any], list[ParameterKey]]]:
+        return [({name: value for name, value in group.items() if name != "params"},
+                 [self._origin[id(parameter)] for parameter in group["params"] if id(parameter) in self._origin])
+                for group in groups]
+
+    def _regroup(self, groups: list[dict[str, Any]], everyones: list, parameters: list) -> None:
+        options: list[dict[str, Any]] = []
+        group_of: dict[ParameterKey, int] = {}
+        for theirs in everyones:
+            taken: set[int] = set()
+            for mine, members in theirs:
+                index = next((i for i, known in enumerate(options) if i not in taken and known == mine), len(options))
+                if index == len(options):
+                    options.append(mine)
+                taken.add(index)
+                group_of.update((key, index) for key in members)
+        mine = {index: group for index, group in self._match(groups, options)}
+        for index, option in enumerate(options):
+            members = [parameter for key, parameter in parameters if group_of.get(key) == index]
+            if index in mine:
+                outside = [parameter for parameter in mine[index]["params"] if id(parameter) not in self._origin]
+                mine[index]["params"] = outside + members
+            else:
+                groups.append({**option, "params": members})
+
+    @staticmethod
+    def _match(groups: list[dict[str, Any]], options: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
+        taken: set[int] = set()
+        matched = []
+        for group in groups:
+            mine = {name: value for name, value in group.items() if name != "params"}
+            index = next(i for i, known in enumerate(options) if i not in taken and known == mine)
+            taken.add(index)
+            matched.append((index, group))
+        return matched

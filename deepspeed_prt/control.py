@@ -1,0 +1,86 @@
+"""The control plane: small host-side agreements between ranks, beside the tensors and never on the device."""
+
+import io
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe.topology import ProcessTopology
+
+from .errors import PoisonedMessage, RankFailedError
+
+
+class Control:
+    """Gloo groups over the whole world and over this rank's pipe.
+
+    Every rank of the world has to construct one at the same time.
+    """
+
+    def __init__(self, topology: ProcessTopology, global_rank: int) -> None:
+        self.global_rank = global_rank
+        self._world = dist.new_group(backend="gloo")
+        for ranks in topology.get_axis_comm_lists("pipe") or [[rank] for rank in range(dist.get_world_size())]:
+            group = dist.new_group(ranks, backend="gloo")
+            if global_rank in ranks:
+                self.pipe_group, self.pipe_ranks = group, ranks
+
+    def agree(self, error: BaseException | None, doing: str, when: float = 0.0) -> None:
+        """Carry on only if no rank has an error; a collective over the world.
+
+        Args:
+            error: what went wrong here, if anything did.
+            doing: what the ranks were doing, for the message.
+            when: the time of the error. Others may follow from the first, which is the one that is named.
+
+        Raises:
+            BaseException: this rank's own error, with its traceback.
+            StopIteration: another rank's data iterator ended.
+            RankFailedError: another rank has an error; the message names it.
+        """
+        failures = torch.tensor(0 if error is None else 1)
+        dist.all_reduce(failures, dist.ReduceOp.MAX, group=self._world)
+        if not failures:
+            return
+        report = None
+        if error is not None and not isinstance(error, PoisonedMessage):
+            report = (when, self.global_rank, type(error) is StopIteration, f"{type(error).__name__}: {error}")
+        reports: list[tuple[float, int, bool, str] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(reports, report, group=self._world)
+        if error is not None and report is not None:
+            raise error
+        _, failed, iterator_ended, text = min(report for report in reports if report is not None)
+        message = f"rank {failed} failed while {doing}: {text}"
+        if iterator_ended:
+            raise StopIteration(message)
+        raise RankFailedError(message)
+
+    def gather(self, value: object) -> list[Any]:
+        """What every rank of the pipe has to say, in pipe order."""
+        values: list[Any] = [None] * len(self.pipe_ranks)
+        dist.all_gather_object(values, value, group=self.pipe_group)
+        return values
+
+    def send(self, payload: bytes, pipe_rank: int) -> None:
+        """Send bytes to another rank of the pipe; waits until they are there."""
+        target = self.pipe_ranks[pipe_rank]
+        dist.send(torch.tensor(len(payload)), target, group=self.pipe_group)
+        dist.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), target, group=self.pipe_group)
+
+    def recv(self, pipe_rank: int) -> bytes:
+        """Receive what :meth:`send` sends."""
+        source = self.pipe_ranks[pipe_rank]
+        size = torch.tensor(0)
+        dist.recv(size, source, group=self.pipe_group)
+        payload = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(payload, source, group=self.pipe_group)
+        return payload.numpy().tobytes()
+
+    def send_object(self, value: object, pipe_rank: int) -> None:
+        """Send anything that torch.save takes to another rank of the pipe."""
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        self.send(buffer.getvalue(), pipe_rank)
+
+    def recv_object(self, pipe_rank: int, device: torch.device | str) -> Any:
+        """Receive what :meth:`send_object` sends, with its tensors on ``device``."""
+        return torch.load(io.BytesIO(self.recv(pipe_rank)), map_location=device, weights_only=False)

@@ -1,0 +1,552 @@
+"""PRTPipelineEngine: executes a program on real tensors."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed import set_optimizer_flags
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe import schedule as ds
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import logger
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from . import schedule
+from .channels import Channels, MessageSpec, Receive
+from .client import ClientParameters
+from .config import PRTConfig, read_section
+from .control import Control
+from .errors import PRTConfigError, PRTError
+from .migration import migrate
+from .module import PRTPipelineModule
+from .program.program import Program, forward_only
+from .program.simulator import Costs, simulate
+from .program.sources import program_from
+from .schedule import PRTSchedule
+from .tied import add_shared_gradients, reduce_tied_gradients
+
+Tensors = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+class _Output(NamedTuple):
+    """What a stage's backward needs of its output: where gradients enter, by position, and who took it for what."""
+
+    edges: dict[int, GradientEdge]
+    spec: MessageSpec
+
+
+class PRTPipelineEngine(PipelineEngine):
+    """A PipelineEngine that runs several stages on each rank.
+
+    ``deepspeed.initialize`` builds it where the config has the ``"prt"`` section. It takes what PipelineEngine takes
+    and behaves like it to its user; ``is_first_stage()`` and ``is_last_stage()`` speak of the rank.
+
+    Raises:
+        PRTConfigError: the section asks for what cannot be done; on every rank, before any layer moves.
+    """
+
+    _active_stage: int | None = None
+    _last_stage_rank: int | None = None
+
+    def __init__(self, *args: Any, model: PRTPipelineModule, config_class: Any, optimizer: Any = None,
+                 model_parameters: Any = None, **kwargs: Any) -> None:
+        section = read_section(config_class._param_dict) or PRTConfig()
+        _refuse_unsupported(section, config_class, model)
+        self._control = Control(model.topology(), model.global_rank)
+        if not isinstance(model, PRTPipelineModule):
+            client = ClientParameters(model_parameters, optimizer)
+            migrate(model, section.reuse, section.placement, section.partition, client, self._control)
+            model_parameters = client.model_parameters
+            set_optimizer_flags(config_class, model)
+        self._section = section
+        self.placement = model.placement
+        self._programs: dict[tuple[int, bool], PRTSchedule] = {}
+        self._train_program(config_class.gradient_accumulation_steps)
+        super().__init__(*args, model=model, config_class=config_class, optimizer=optimizer,
+                         model_parameters=model_parameters, **kwargs)
+        self._channels = Channels(self.placement, model.topology(), self.grid.pp_group, self.stage_id, self.device,
+                                  self.dynamic_shape)
+        self._last_stage = self.placement.stages - 1
+        self._loss_rank = self.placement.rank_of(self._last_stage)
+        self._mode = "train"
+        self._schedule: PRTSchedule
+        self._batch: list[Any] = []
+        self._losses: dict[int, tuple[Any, dict[str, Any] | None]] = {}
+        self._shared_gradients: dict[tuple[int, int], torch.Tensor | None] = {}
+        self._tied_again = model.tied_weights_used_again()
+        for key in ("grads", "losses", "receives"):
+            self.pipe_buffers[key] = []
+        if self.global_rank == 0:
+            logger.info(self._describe_plan())
+
+    # Programs
+
+    def _train_program(self, micro_batches: int) -> Program:
+        """The verified training program."""
+        return program_from(self._section.schedule, self.placement, micro_batches, self._section.max_in_flight)
+
+    def _train_schedule(self) -> PRTSchedule:
+        return self._listed(self.micro_batches, evaluate=False)
+
+    def _inference_schedule(self, micro_batches: int) -> PRTSchedule:
+        return self._listed(micro_batches, evaluate=True)
+
+    def _listed(self, micro_batches: int, evaluate: bool) -> PRTSchedule:
+        key = micro_batches, evaluate
+        if key not in self._programs:
+            if evaluate:
+                program = forward_only(program_from("auto", self.placement, micro_batches))
+            else:
+                program = self._train_program(micro_batches)
+            self._programs[key] = PRTSchedule(micro_batches, self.num_stages, self.stage_id, program=program)
+        return self._programs[key]
+
+    def _describe_plan(self) -> str:
+        program = self._train_schedule().program
+        timeline = simulate(program, Costs.uniform(self.placement, 1, 2))
+        peaks = [program.peak_in_flight(rank) for rank in range(self.num_stages)]
+        return (f"deepspeed_prt: {self.num_stages} ranks x {self.placement.reuse} stages = {self.placement.stages} "
+                f"stages in a {self.placement.name}, schedule {program.schedule}, {self.micro_batches} micro-batches, "
+                f"predicted bubble {100 * timeline.bubble_fraction:.1f} %, at most {max(peaks):g} micro-batches in "
+                "flight per rank")
+
+    # Where a stage is meant, not the rank
+
+    def is_first_stage(self) -> bool:
+        """Whether this is the first rank; while a stage executes, whether that is the first stage."""
+        return self.stage_id == 0 if self._active_stage is None else self._active_stage == 0
+
+    def is_last_stage(self) -> bool:
+        """Whether this is the last rank; while a stage executes, whether that is the last stage."""
+        if self._active_stage is not None:
+            return self._active_stage == self._last_stage
+        return self.stage_id == (self.num_stages - 1 if self._last_stage_rank is None else self._last_stage_rank)
+
+    def _loss_stage_global_rank(self) -> int:
+        return self.grid.stage_to_global(self._loss_rank)
+
+    @contextmanager
+    def _executing(self, stage: int) -> Iterator[None]:
+        self._active_stage = stage
+        try:
+            with self.module.executing(stage):
+                yield
+        finally:
+            self._active_stage = None
+
+    @contextmanager
+    def _loss_rank_as_last(self) -> Iterator[None]:
+        """Let the parent take the rank that computes the loss for the last one."""
+        self._last_stage_rank = self._loss_rank
+        try:
+            yield
+        finally:
+            self._last_stage_rank = None
+
+    def _backward_prologue_per_tensor(self, grad: torch.Tensor) -> torch.Tensor:
+        # The loss is scaled before its backward; gradients between stages are scaled already.
+        return grad
+
+    # A batch
+
+    def train_batch(self, data_iter: Any = None) -> torch.Tensor:
+        """Train one batch; see :meth:`PipelineEngine.train_batch`.
+
+        Raises:
+            StopIteration: on every rank, if the data iterator of one ends; nothing has been computed then.
+            RankFailedError: another rank failed inside the batch; no rank has stepped.
+        """
+        self._mode = "train"
+        return super().train_batch(data_iter)
+
+    def eval_batch(self, data_iter: Any, return_logits: bool = False, compute_loss: bool = True,
+                   reduce_output: str | None = 'avg', bcast_loss: bool = True,
+                   num_micro_batches: int | None = None) -> Any:
+        """Evaluate one batch; see :meth:`PipelineEngine.eval_batch`. Results arrive on the last rank.
+
+        Raises:
+            ValueError: ``reduce_output=None`` with a loss to broadcast.
+        """
+        if reduce_output is None and compute_loss and bcast_loss:
+            raise ValueError("eval_batch(reduce_output=None) returns a list of losses, which cannot be broadcast: "
+                             "pass bcast_loss=False, or reduce_output='avg'")
+        self._mode = "eval"
+        # Evaluation batches may have shapes of their own each time.
+        self._channels.forget("eval")
+        train_iterator = self.data_iterator
+        try:
+            # The parent hands the iterator to the first and last rank, and asks the loss rank for the loss.
+            self.set_dataiterator(data_iter)
+            with self._loss_rank_as_last():
+                result = super().eval_batch(data_iter, return_logits, compute_loss, reduce_output, bcast_loss,
+                                            num_micro_batches)
+        finally:
+            self.set_dataiterator(train_iterator)
+            self.eval_return_logits = False
+        is_broadcast = compute_loss and (bcast_loss or self.monitor.enabled)
+        return self._hand_to_last_rank(result, return_logits, is_broadcast)
+
+    def _hand_to_last_rank(self, result: Any, with_logits: bool, is_broadcast: bool) -> Any:
+        """Where the loss is not computed on the last rank, bring it there, with the logits."""
+        last = self.num_stages - 1
+        if self._loss_rank == last or (is_broadcast and not with_logits):
+            return result
+        if self.stage_id == self._loss_rank:
+            self._control.send_object(result, last)
+            loss = result[0] if with_logits else result
+            nothing = loss if is_broadcast else None
+            return (nothing, None) if with_logits else nothing
+        if self.stage_id == last:
+            return self._control.recv_object(self._loss_rank, self.device)
+        return result
+
+    def _exec_schedule(self, pipe_schedule: PRTSchedule) -> None:
+        """Read the batch, run the program, and let gradients be used only if no rank has failed."""
+        self._schedule = pipe_schedule
+        self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
+        self.fwd_outputs = []
+        self._losses.clear()
+        micro_offset = self.module.micro_offset
+        self._first_micro_offset = micro_offset
+        failure: Exception | None = None
+        failed_at = 0.0
+        try:
+            try:
+                self._read_batch(pipe_schedule.micro_batches)
+            except Exception as error:
+                failure = error
+            self._control.agree(failure, "reading a batch", time.time())
+            handlers = self._INSTRUCTION_MAP
+            closing = []
+            for step in pipe_schedule.steps():
+                for instruction in step:
+                    if not isinstance(instruction, ds.BufferOpInstruction):
+                        closing.append(instruction)
+                    elif failure is None:
+                        try:
+                            handlers[type(instruction)](self, **instruction.kwargs)
+                        except Exception as error:
+                            failure, failed_at = error, time.time()
+                            self._finish_without_computing(instruction)
+                    else:
+                        self._finish_without_computing(instruction)
+            self._channels.flush()
+            self._control.agree(failure, f"computing {self._mode} batch {self.global_steps}", failed_at)
+        except BaseException:
+            self._discard_batch()
+            raise
+        finally:
+            self.module.micro_offset = micro_offset + pipe_schedule.micro_batches
+            self._batch = []
+        self._collect_losses()
+        for instruction in closing:
+            handlers[type(instruction)](self, **instruction.kwargs)
+
+    def _read_batch(self, micro_batches: int) -> None:
+        """Read all micro-batches before any communication: user code may communicate inside its iterator."""
+        if self.stage_id in (0, self.num_stages - 1):
+            self._batch = [super(PRTPipelineEngine, self)._next_batch() for _ in range(micro_batches)]
+
+    def _next_batch(self) -> Any:
+        return self._batch[self._loading]
+
+    def _collect_losses(self) -> None:
+        """Sum losses and list outputs in micro-batch order, whichever order they were computed in."""
+        for _, (loss, additional) in sorted(self._losses.items(), key=lambda item: item[0]):
+            self.fwd_outputs.append(loss)
+            self.total_loss = _add(self.total_loss, loss)
+            if additional is not None:
+                if self.total_additional_losses is None:
+                    self.total_additional_losses = OrderedDict()
+                for name, value in additional.items():
+                    self.total_additional_losses[name] = _add(self.total_additional_losses.get(name), value)
+        self._losses.clear()
+
+    def _aggregate_total_loss(self) -> torch.Tensor:
+        with self._loss_rank_as_last():
+            return super()._aggregate_total_loss()
+
+    # Instructions
+
+    def _exec_load_micro_batch(self, buffer_id: int, stage: int, micro_batch: int) -> None:
+        self._loading = micro_batch
+        with self._executing(stage):
+            super()._exec_load_micro_batch(buffer_id)
+
+    def _exec_forward_pass(self, buffer_id: int, stage: int, micro_batch: int) -> None:
+        buffers = self.pipe_buffers
+        inputs = self._take_inputs(buffer_id, stage)
+        # The parent's forward() counts calls to seed layers; with several stages a rank it has to follow micro-batches.
+        self.module.micro_offset = self._first_micro_offset + micro_batch
+        with self._executing(stage):
+            outputs = DeepSpeedEngine.forward(self, inputs)
+        # Activation checkpointing keeps state of a training forward, which evaluation has no use for.
+        if not self.module.training:
+            ds_checkpointing.reset()
+            buffers['inputs'][buffer_id] = None
+        if stage == self._last_stage:
+            self._compute_micro_batch_loss(buffer_id, micro_batch, outputs)
+            return
+        if not torch.is_tensor(outputs) and not isinstance(outputs, tuple):
+            raise PRTError(f"stage {stage} returns a {type(outputs).__name__}; layers at a stage boundary have to "
+                           "return a tensor or a tuple of tensors")
+        if torch.is_grad_enabled():
+            edges = {index: get_gradient_edge(tensor) for index, tensor in enumerate(_as_tuple(outputs))
+                     if tensor.requires_grad}
+            buffers['output_tensors'][buffer_id] = _Output(edges, MessageSpec.of(outputs))
+        if self.placement.is_remote(stage + 1):
+            buffers['outputs'][buffer_id] = outputs
+        else:
+            # A copy, as between ranks: the next layer may work in place.
+            copies = tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad)
+                           for tensor in _as_tuple(outputs))
+            buffers['inputs'][self._schedule.buffer_of(stage + 1, micro_batch)] = \
+                copies[0] if torch.is_tensor(outputs) else copies
+
+    def _take_inputs(self, buffer_id: int, stage: int) -> Tensors:
+        """A stage's inputs: loaded, received or left by the stage below, fit to be changed in place."""
+        receive: Receive | None = self.pipe_buffers['receives'][buffer_id]
+        if receive is not None:
+            tensors = self._channels.wait(receive, self.placement.rank_of(stage - 1))
+            assert receive.spec is not None
+            for tensor, spec in zip(tensors, receive.spec.tensors, strict=True):
+                tensor.requires_grad_(spec.requires_grad)
+            self.pipe_buffers['inputs'][buffer_id] = tuple(tensors) if receive.spec.is_tuple else tensors[0]
+            if self._mode == "eval":
+                self.pipe_buffers['receives'][buffer_id] = None
+        return _enter_stage(self.pipe_buffers['inputs'][buffer_id])
+
+    def _compute_micro_batch_loss(self, buffer_id: int, micro_batch: int, outputs: Any) -> None:
+        labels = self.pipe_buffers['labels'][buffer_id]
+        self.pipe_buffers['labels'][buffer_id] = None
+        if self._compute_loss and self.module.loss_fn is not None:
+            self.loss = self.module.loss_fn(outputs, labels)
+        else:
+            # Some models return the loss themselves.
+            self.loss = outputs
+        if self.eval_return_logits:
+            self.outputs = outputs
+        detached = self.loss.detach() if torch.is_tensor(self.loss) else [part.detach() for part in self.loss]
+        additional = self.module.get_additional_losses()
+        self._losses[micro_batch] = detached, None if additional is None else {
+            name: value.detach() if torch.is_tensor(value) else [part.detach() for part in value]
+            for name, value in additional.items()
+        }
+        if torch.is_grad_enabled():
+            self.pipe_buffers['losses'][buffer_id] = self.loss
+        self.loss = None
+
+    def _exec_backward_pass(self, buffer_id: int, stage: int, micro_batch: int) -> None:
+        assert self.optimizer is not None, "must provide optimizer during init in order to use backward"
+        buffers = self.pipe_buffers
+        output: _Output | None = buffers['output_tensors'][buffer_id]
+        gradients = buffers['grads'][buffer_id]
+        if isinstance(gradients, Receive):
+            gradients = self._channels.wait(gradients, self.placement.rank_of(stage + 1))
+        with self._executing(stage), self._separate_gradients(stage):
+            if stage == self._last_stage:
+                loss = buffers['losses'][buffer_id]
+                buffers['losses'][buffer_id] = None
+                DeepSpeedEngine.backward(self, loss)
+                del loss
+            else:
+                assert output is not None
+                self._backward_from(output, gradients)
+        buffers['output_tensors'][buffer_id] = buffers['grads'][buffer_id] = None
+        if stage == 0:
+            buffers['inputs'][buffer_id] = None
+        elif not self.placement.is_remote(stage):
+            inputs = _as_tuple(buffers['inputs'][buffer_id])
+            buffers['inputs'][buffer_id] = None
+            buffers['grads'][self._schedule.buffer_of(stage - 1, micro_batch)] = _gradients(inputs)
+
+    def _backward_from(self, output: _Output, gradients: Sequence[torch.Tensor]) -> None:
+        """Back-propagate the gradients of a stage's output, all tensors together."""
+        expected = [index for index, tensor in enumerate(output.spec.tensors) if tensor.requires_grad]
+        pairs = [(output.edges[index], gradient) for index, gradient in zip(expected, gradients, strict=True)
+                 if index in output.edges]
+        if not pairs:
+            return
+        if self.using_bf16_optimizer:
+            self.optimizer.clear_lp_grads(set_to_none=True)
+        # The hooks that DeepSpeed put on the outputs run the optimizer's prologue; the epilogue is ours to run.
+        self._running_engine_backward = True
+        try:
+            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
+        finally:
+            self._running_engine_backward = False
+        if self.using_bf16_optimizer and not self._config.bfloat16_config.immediate_grad_update:
+            self.optimizer.update_hp_grads(clear_lp_grads=False)
+        if isinstance(self.optimizer, ZeROOptimizer):
+            self.optimizer.exit_backward()
+
+    @contextmanager
+    def _separate_gradients(self, stage: int) -> Iterator[None]:
+        """Sum the gradients of a tied weight per stage, as on different ranks, where stages of one rank share it."""
+        weights = [] if isinstance(self.optimizer, ZeROOptimizer) else self._tied_again.get(stage, [])
+        others = [weight.grad for weight in weights]
+        for weight in weights:
+            weight.grad = self._shared_gradients.get((stage, id(weight)))
+        yield
+        for weight, other in zip(weights, others, strict=True):
+            self._shared_gradients[stage, id(weight)] = weight.grad
+            weight.grad = other
+
+    def _exec_send_activations(self, buffer_id: int, stage: int, micro_batch: int) -> None:
+        outputs = self.pipe_buffers['outputs'][buffer_id]
+        self.pipe_buffers['outputs'][buffer_id] = None
+        spec = self._channels.send_activation(outputs, (self._mode, stage), self.placement.rank_of(stage + 1))
+        output: _Output | None = self.pipe_buffers['output_tensors'][buffer_id]
+        if output is not None:
+            self.pipe_buffers['output_tensors'][buffer_id] = output._replace(spec=spec)
+
+    def _exec_recv_activations(self, buffer_id: int, stage: int, micro_batch: int) -> None:
+        self.pipe_buffers['receives'][buffer_id] = self._channels.post_activation(
+            (self._mode, stage - 1), self.placement.rank_of(stage - 1))
+
+    def _exec_send_grads(self, buffer_id: int, stage: int, micro_batch: int) -> None:
+        inputs = _as_tuple(self.pipe_buffers['inputs'][buffer_id])
+        self.pipe_buffers['inputs'][buffer_id] = self.pipe_buffers['receives'][buffer_id] = None
+        self._channels.send_gradients(_gradients(inputs), self.placement.rank_of(stage - 1))
+
+    def _exec_recv_grads(self, buffer_id: int, stage: int, micro_batch: int) -> None:
+        output: _Output = self.pipe_buffers['output_tensors'][buffer_id]
+        self.pipe_buffers['grads'][buffer_id] = self._channels.post_gradients(
+            output.spec.gradients(), self.placement.rank_of(stage + 1))
+
+    def _exec_reduce_tied_grads(self) -> None:
+        add_shared_gradients(self._tied_again, self._shared_gradients)
+        reduce_tied_gradients(self.module, self.optimizer if self.using_bf16_optimizer else None)
+
+    # A batch that failed
+
+    def _finish_without_computing(self, instruction: ds.BufferOpInstruction) -> None:
+        """Keep the channels in step after a failure, so that every other rank gets to the end of the batch.
+
+        Sends send zeros, or say that there is nothing; receives are waited for; nothing is computed.
+        """
+        kind, (buffer_id, stage, _) = type(instruction), instruction.kwargs.values()
+        buffers, channels = self.pipe_buffers, self._channels
+        if kind is schedule.RecvActivation:
+            if buffers['receives'][buffer_id] is None:
+                self._exec_recv_activations(buffer_id, stage, 0)
+        elif kind is schedule.ForwardPass:
+            self._absorb(buffers['receives'][buffer_id], stage - 1)
+            buffers['outputs'][buffer_id] = buffers['output_tensors'][buffer_id] = None
+        elif kind is schedule.SendActivation:
+            buffers['outputs'][buffer_id] = None
+            spec = channels.send_poison((self._mode, stage), self.placement.rank_of(stage + 1))
+            buffers['output_tensors'][buffer_id] = None if spec is None else _Output({}, spec)
+        elif kind is schedule.RecvGrad:
+            if buffers['grads'][buffer_id] is None and buffers['output_tensors'][buffer_id] is not None:
+                self._exec_recv_grads(buffer_id, stage, 0)
+        elif kind is schedule.BackwardPass:
+            self._absorb(buffers['grads'][buffer_id], stage + 1)
+            buffers['output_tensors'][buffer_id] = buffers['grads'][buffer_id] = buffers['losses'][buffer_id] = None
+        elif kind is schedule.SendGrad:
+            receive: Receive | None = buffers['receives'][buffer_id]
+            buffers['inputs'][buffer_id] = buffers['receives'][buffer_id] = None
+            if receive is not None and receive.spec is not None:
+                channels.send_zeros(receive.spec.gradients(), self.placement.rank_of(stage - 1))
+
+    def _absorb(self, message: Any, source_stage: int) -> None:
+        if isinstance(message, Receive) and not message.poisoned:
+            try:
+                self._channels.wait(message, self.placement.rank_of(source_stage))
+            except PRTError:
+                pass  # poisoned as well; the failure that counts is known already
+
+    def _discard_batch(self) -> None:
+        """Forget everything of a batch that failed: activations and gradients."""
+        for slots in self.pipe_buffers.values():
+            slots[:] = [None] * len(slots)
+        self._losses.clear()
+        self._shared_gradients.clear()
+        self.loss = None
+        if self._mode == "train" and self.optimizer is not None:
+            self.optimizer.zero_grad()
+
+    def reset_activation_shape(self) -> None:
+        """Agree on the shapes between stages anew, at the next batch; to be called on every rank."""
+        super().reset_activation_shape()
+        self._channels.forget()
+
+    _INSTRUCTION_MAP: dict[type, Callable] = {
+        **PipelineEngine._INSTRUCTION_MAP,
+        ds.ReduceTiedGrads: _exec_reduce_tied_grads,
+        schedule.LoadMicroBatch: _exec_load_micro_batch,
+        schedule.ForwardPass: _exec_forward_pass,
+        schedule.BackwardPass: _exec_backward_pass,
+        schedule.SendActivation: _exec_send_activations,
+        schedule.RecvActivation: _exec_recv_activations,
+        schedule.SendGrad: _exec_send_grads,
+        schedule.RecvGrad: _exec_recv_grads,
+    }
+
+
+class _EnterStage(torch.autograd.Function):
+    """Identity from a stage's leaf inputs to tensors that layers may change in place, without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.data for tensor in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradients
+
+
+def _enter_stage(inputs: Tensors) -> Tensors:
+    tensors = _as_tuple(inputs)
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+        return inputs
+    entered = iter(_EnterStage.apply(*(tensor for tensor in tensors if tensor.requires_grad)))
+    result = tuple(next(entered) if tensor.requires_grad else tensor for tensor in tensors)
+    return result[0] if torch.is_tensor(inputs) else result
+
+
+def _as_tuple(tensors: Tensors) -> tuple[torch.Tensor, ...]:
+    return (tensors, ) if torch.is_tensor(tensors) else tensors
+
+
+def _gradients(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of a stage's inputs; one that nothing contributed to is zero."""
+    return [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs
+            if tensor.requires_grad]
+
+
+def _add(total: Any, loss: Any) -> Any:
+    """Add one micro-batch's loss, a tensor or a list of them, to a sum that may not exist yet."""
+    if torch.is_tensor(loss):
+        return loss.clone() if total is None else total.add_(loss)
+    return [_add(None if total is None else total[index], part) for index, part in enumerate(loss)]
+
+
+def _refuse_unsupported(section: PRTConfig, config_class: Any, model: Any) -> None:
+    """Refuse what cannot work, on every rank alike and before any communication.
+
+    Raises:
+        PRTConfigError: with what to change.
+    """
+    zero_stage = config_class.zero_optimization_stage
+    if zero_stage > 1:
+        raise PRTConfigError(f"ZeRO-{zero_stage} is incompatible with pipeline parallelism, whose gradients are needed "
+                             'whole until the end of the batch; use "zero_optimization": {"stage": 1} or 0')
+    slices = model.mpu().get_slice_parallel_world_size()
+    if slices > 1 and (config_class.pipeline["pipe_partitioned"] or config_class.pipeline["grad_partitioned"]):
+        raise PRTConfigError(f"activations cannot be partitioned over {slices} tensor-parallel ranks between reused "
+                             'stages yet; set "pipeline": {"pipe_partitioned": false, "grad_partitioned": false}')
+    if isinstance(model, PRTPipelineModule):
+        have = model.placement
+        if section.reuse not in ("auto", have.reuse) or section.placement != have.name:
+            raise PRTConfigError(f'the "prt" section asks for reuse {section.reuse} in a {section.placement}, but the '
+                                 f"PRTPipelineModule was built with reuse {have.reuse} in a {have.name}; make them "
+                                 'agree, or leave "reuse" and "placement" out')
+
+

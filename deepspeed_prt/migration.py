@@ -1,0 +1,305 @@
+"""Migration: turns a built PipelineModule into a PRTPipelineModule by moving its layers to their new ranks.
+
+The object on a layer's first owner is the truth: weights, buffers, requires_grad flags, whatever was injected after
+construction. It travels as it is. No random number is drawn, and what stays local stays the same object.
+"""
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import nn
+
+from .client import ClientParameters, ParameterKey
+from .control import Control
+from .errors import PRTConfigError, PRTError
+from .module import PRTPipelineModule
+from .partition import plan_stages
+from .program.placement import Placement
+
+ModuleKey = tuple[int, str | int]
+"""A module before migration: its rank, and its layer (an int) or its tied key (a str)."""
+
+
+def migrate(module: PipelineModule, reuse: int | str, placement: str, partition: str | list[int] | None,
+            client: ClientParameters, control: Control) -> None:
+    """Cut ``module`` anew and move every layer to the rank that now owns it; a collective over the world.
+
+    ``module`` stays the same object, of the same class name, now also a PRTPipelineModule. ``client`` (the optimizer
+    and parameter groups passed to ``deepspeed.initialize``) follows the layers.
+
+    Raises:
+        PRTError: the model cannot be cut or moved as asked; on every rank, before anything has changed.
+    """
+    move = _Move(module, control)
+    error: Exception | None = None
+    route, parts = None, None
+    try:
+        client.check()
+        # Real parameter counts, gathered, instead of building every layer once more.
+        module._count_layer_params = lambda: move.parameter_counts  # type: ignore[method-assign]
+        method = getattr(module, "_prt_partition_method", "parameters") if partition is None else partition
+        route, parts = plan_stages(module, module._topo.get_dim("pipe"), reuse, placement, method)
+        move.plan(route, parts)
+    except (PRTError, PRTConfigError) as caught:
+        error = caught
+    finally:
+        module.__dict__.pop("_count_layer_params", None)
+    control.agree(error, "planning the migration")
+    assert route is not None and parts is not None
+
+    client.note_origin({id(parameter): key for key, parameter in move.local_parameters()})
+    try:
+        move.exchange()
+    except Exception as caught:
+        error = caught
+    control.agree(error, "moving layers")
+    move.install(route, parts)
+    client.follow(module, move.new_parameters(), control)
+
+
+@dataclass
+class _Component:
+    """Modules of one rank that share parameters, and so travel together, and where they go."""
+
+    keys: list[ModuleKey]
+    targets: set[int] = field(default_factory=set)
+
+
+class _Move:
+    """One migration of one module."""
+
+    def __init__(self, module: PipelineModule, control: Control) -> None:
+        self.module = module
+        self.control = control
+        self.rank = module.stage_id
+        self.specs = module._layer_specs
+        self.old_owner = [module.stage_owner(index) for index in range(len(self.specs))]
+        self.functions = {
+            index: function
+            for index, function in zip(range(module._local_start, module._local_stop), module.forward_funcs,
+                                       strict=True)
+        }
+        self.local: dict[ModuleKey, nn.Module] = {}
+        for index, function in self.functions.items():
+            key = self._key(index)
+            if key is not None:
+                self.local[key] = self._module_of(index, function)
+        heard = control.gather((self._counts(), self._components()))
+        counts: dict[int, int] = {}
+        for theirs, _ in heard:
+            counts.update(theirs)
+        self.parameter_counts = [counts.get(index, 0) for index in range(len(self.specs))]
+        self.components = [[_Component(keys) for keys in components] for _, components in heard]
+
+    def _key(self, index: int) -> ModuleKey | None:
+        """The module behind a layer; None for a plain function."""
+        spec = self.specs[index]
+        if isinstance(spec, TiedLayerSpec):
+            return self.old_owner[index], spec.key
+        if isinstance(spec, (LayerSpec, nn.Module)):
+            return self.old_owner[index], index
+        return None
+
+    def _module_of(self, index: int, function: Any) -> nn.Module:
+        """The module that a rank runs for a layer: what stands in ``forward_funcs``, which users may have replaced."""
+        spec = self.specs[index]
+        if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None and isinstance(function, partial):
+            return function.args[0]
+        if not isinstance(function, nn.Module):
+            raise PRTConfigError(f"layer {index} was built as a module but is now a {type(function).__name__}; "
+                                 "replace it by a torch.nn.Module, which can move to another rank")
+        return function
+
+    def _counts(self) -> dict[int, int]:
+        counts = {}
+        for index in self.functions:
+            key = self._key(index)
+            if key is not None:
+                counts[index] = sum(parameter.numel() for parameter in self.local[key].parameters()
+                                    if parameter.requires_grad)
+        return counts
+
+    def _components(self) -> list[list[ModuleKey]]:
+        """This rank's modules, those that share a parameter together, by first layer."""
+        components: list[tuple[set[int], list[ModuleKey]]] = []
+        for key, module in self.local.items():
+            ids = {id(parameter) for parameter in module.parameters()}
+            touching = [component for component in components if component[0] & ids]
+            merged = (ids.union(*(c[0] for c in touching)), [k for c in touching for k in c[1]] + [key])
+            components = [c for c in components if c not in touching] + [merged]
+        return [keys for _, keys in components]
+
+    def plan(self, route: Placement, parts: list[int]) -> None:
+        """Find where every module goes.
+
+        Raises:
+            PRTConfigError: layers that share parameters without being tied would be parted.
+        """
+        stage_at = [next(stage for stage in range(route.stages) if index < parts[stage + 1])
+                    for index in range(len(self.specs))]
+        self.new_owner = [route.rank_of(stage) for stage in stage_at]
+        layers: dict[ModuleKey, list[int]] = {}
+        for index in range(len(self.specs)):
+            key = self._key(index)
+            if key is not None:
+                layers.setdefault(key, []).append(index)
+        for component in (component for components in self.components for component in components):
+            component.targets = {self.new_owner[index] for key in component.keys for index in layers[key]}
+            if len(component.keys) > 1 and len(component.targets) > 1:
+                members = sorted(index for key in component.keys for index in layers[key])
+                raise PRTConfigError(f"layers {', '.join(map(str, members))} share parameters and would come to "
+                                     f"different ranks; tie them with TiedLayerSpec, or keep them together with a list "
+                                     'of boundaries in "partition"')
+
+    def local_parameters(self) -> Iterator[tuple[ParameterKey, nn.Parameter]]:
+        """This rank's parameters before the move."""
+        for key, module in self.local.items():
+            for name, parameter in module.named_parameters():
+                yield (key, name), parameter
+
+    def exchange(self) -> None:
+        """Send modules away and take others in, in one order for all ranks."""
+        self.arrived: dict[ModuleKey, nn.Module] = {}
+        for source, components in enumerate(self.components):
+            for component in components:
+                for target in sorted(component.targets):
+                    if self.rank == source == target:
+                        self.arrived.update((key, self.local[key]) for key in component.keys)
+                    elif self.rank == source:
+                        self.control.send(_pack({key: self.local[key] for key in component.keys}), target)
+                    elif self.rank == target:
+                        self.arrived.update(self._unpack(self.control.recv(source), source))
+
+    def _unpack(self, payload: bytes, source: int) -> dict[ModuleKey, nn.Module]:
+        device = get_accelerator().device_name(self.module.local_rank)
+        content = torch.load(io.BytesIO(payload), map_location=device, weights_only=False)
+        if isinstance(content, _States):
+            return {key: self._rebuild(key, state) for key, state in content.states.items()}
+        modules: dict[ModuleKey, nn.Module] = content
+        compiled = getattr(self.module, "_prt_compile_arguments", None)
+        if compiled is not None:
+            for module in modules.values():
+                module.compile(*compiled[0], **compiled[1])
+        return modules
+
+    def _rebuild(self, key: ModuleKey, state: "_State") -> nn.Module:
+        """Build a module that could not be pickled from its spec, and copy what it holds."""
+        index = next(index for index in range(len(self.specs)) if self._key(index) == key)
+        spec = self.specs[index]
+        with _same_random_numbers():
+            module = spec if isinstance(spec, nn.Module) else spec.build()
+        module.to(get_accelerator().device_name(self.module.local_rank))
+        holders = dict(module.named_parameters()), dict(module.named_buffers())
+        for what, have, came in zip(("parameters", "buffers"), holders, (state.parameters, state.buffers),
+                                    strict=True):
+            if have.keys() != came.keys():
+                raise PRTError(f"layer {index} can be pickled on no rank and was changed after it was built: {what} "
+                               f"{sorted(have.keys() ^ came.keys())} differ from its spec; make it picklable (no "
+                               "lambdas or local classes)")
+        with torch.no_grad():
+            for name, (tensor, requires_grad) in state.parameters.items():
+                holders[0][name].copy_(tensor)
+                holders[0][name].requires_grad_(requires_grad)
+            for name, tensor in state.buffers.items():
+                holders[1][name].copy_(tensor)
+        return module.train(state.training)
+
+    def install(self, route: Placement, parts: list[int]) -> None:
+        """Make the module a PRTPipelineModule that holds what has arrived."""
+        module = self.module
+        for key in self.local:
+            if not isinstance(key[1], str):
+                module._modules.pop(str(key[1]), None)
+        cls = type(module)
+        bases = (PRTPipelineModule, ) if cls is PipelineModule else (PRTPipelineModule, cls)
+        # A class swap, not a new object, as FSDP2's fully_shard does it: every reference the user holds stays good.
+        module.__class__ = type(cls.__name__, bases, {"__module__": cls.__module__, "__doc__": cls.__doc__})
+        module.set_stages(route, parts)
+        module.forward_funcs = []
+        module.fwd_map = {}
+        module.tied_modules = nn.ModuleDict()
+        module.tied_weight_attrs = {}
+        for layer_id in module.layer_ids:
+            self._install_layer(layer_id)
+        for parameter in module.parameters():
+            parameter.ds_pipe_replicated = False
+        module.tied_comms = module._index_tied_modules()
+        module._precompute_checkpointable_values()
+
+    def _install_layer(self, layer_id: int) -> None:
+        module, spec, key = self.module, self.specs[layer_id], self._key(layer_id)
+        if key is None:
+            module.forward_funcs.append(self.functions.get(layer_id, spec))
+        elif isinstance(spec, TiedLayerSpec):
+            if spec.key not in module.tied_modules:
+                module.tied_modules[spec.key] = self.arrived[key]
+                module.tied_weight_attrs[spec.key] = spec.tied_weight_attr
+            module.forward_funcs.append(module.tie(spec, layer_id, self.arrived[key]))
+        else:
+            module.forward_funcs.append(self.arrived[key])
+            module.fwd_map[str(layer_id)] = len(module.forward_funcs) - 1
+            module.add_module(str(layer_id), self.arrived[key])
+
+    def new_parameters(self) -> list[tuple[ParameterKey, nn.Parameter]]:
+        """This rank's parameters after the move, by where they came from."""
+        return [((key, name), parameter) for key, module in self.arrived.items()
+                for name, parameter in module.named_parameters()]
+
+
+@dataclass
+class _State:
+    """What a module holds, without the module."""
+
+    parameters: dict[str, tuple[torch.Tensor, bool]]
+    buffers: dict[str, torch.Tensor]
+    training: bool
+
+
+@dataclass
+class _States:
+    """Stands for modules that cannot be pickled."""
+
+    states: dict[ModuleKey, _State]
+
+
+def _pack(modules: dict[ModuleKey, nn.Module]) -> bytes:
+    """Pickle modules, or what they hold where that fails."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(modules, buffer)
+    except Exception:
+        buffer = io.BytesIO()
+        torch.save(
+            _States({
+                key: _State({name: (parameter.detach(), parameter.requires_grad)
+                             for name, parameter in module.named_parameters()}, dict(module.named_buffers()),
+                            module.training)
+                for key, module in modules.items()
+            }), buffer)
+    return buffer.getvalue()
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """Leave the generators of python, numpy and torch as they were."""
+    import random
+
+    import numpy as np
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    accelerator = get_accelerator()
+    device_state = accelerator.get_rng_state() if accelerator.device_name() != "cpu" else None
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+            if device_state is not None:
+                accelerator.set_rng_state(device_state)

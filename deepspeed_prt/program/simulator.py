@@ -1,0 +1,147 @@
+"""The simulator: gives a program's actions times.
+
+Sends and receives take no time of their rank (they are asynchronous); a message arrives ``latency`` after it was sent.
+"""
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from functools import cached_property
+
+from .actions import SEND_B, SEND_F, Action
+from .communication import incoming, message_of
+from .placement import Placement
+from .program import Program
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times of one micro-batch, per stage, and of a message; any unit, the same everywhere.
+
+    ``backward`` is the whole backward, input and weight gradients together.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    latency: float = 0.0
+
+    @classmethod
+    def uniform(cls, placement: Placement, forward: float, backward: float, latency: float = 0.0) -> "Costs":
+        """Costs of equal stages from those of one micro-batch through all stages of one rank."""
+        share = 1 / placement.reuse
+        return cls((forward * share, ) * placement.stages, (backward * share, ) * placement.stages, latency)
+
+    def of(self, action: Action) -> float:
+        """The time that a compute action takes."""
+        return self.forward[action.stage] if action.kind == "F" else self.backward[action.stage]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A compute action with its time."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A simulated or measured batch: the spans of each rank in order, and the messages of each channel."""
+
+    spans: tuple[tuple[Span, ...], ...]
+    messages: dict[tuple[int, int], int]
+
+    @cached_property
+    def makespan(self) -> float:
+        """From the first action's start to the last one's end."""
+        return max((row[-1].end for row in self.spans if row), default=0.0)
+
+    @cached_property
+    def busy(self) -> float:
+        """The work of all ranks together."""
+        return sum(span.end - span.start for row in self.spans for span in row)
+
+    @cached_property
+    def bubble_fraction(self) -> float:
+        """The part of all ranks' time in which they do nothing."""
+        return 1 - self.busy / (len(self.spans) * self.makespan) if self.makespan else 0.0
+
+
+class DeadlockError(RuntimeError):
+    """The program stands still; :func:`~deepspeed_prt.program.verifier.verify` says why."""
+
+
+def simulate(program: Program, costs: Costs) -> Timeline:
+    """Time a program.
+
+    Raises:
+        DeadlockError: some rank waits for a message that never comes.
+    """
+    placement = program.placement
+    rows = program.rows
+    position = [0] * len(rows)
+    clock = [0.0] * len(rows)
+    spans: list[list[Span]] = [[] for _ in rows]
+    arrival: dict[Action, float] = {}
+    waiting: dict[Action, int] = {}
+    messages: Counter[tuple[int, int]] = Counter()
+    runnable = deque(range(len(rows)))
+    while runnable:
+        rank = runnable.popleft()
+        row = rows[rank]
+        now = clock[rank]
+        index = position[rank]
+        while index < len(row):
+            action = row[index]
+            kind = action.kind
+            if kind == SEND_F or kind == SEND_B:
+                message = message_of(action, placement)
+                arrival[message.recv] = now + costs.latency
+                messages[rank, message.target] += 1
+                if message.recv in waiting:
+                    runnable.append(waiting.pop(message.recv))
+            elif action.is_compute:
+                recv = incoming(action, placement)
+                start = now
+                if recv is not None:
+                    if recv not in arrival:
+                        waiting[recv] = rank
+                        break
+                    start = max(now, arrival[recv])
+                now = start + costs.of(action)
+                spans[rank].append(Span(action, start, now))
+            index += 1
+        position[rank] = index
+        clock[rank] = now
+    if waiting:
+        stuck = ", ".join(f"rank {rank} for {recv}" for recv, rank in waiting.items())
+        raise DeadlockError(f"ranks wait for messages that are never sent: {stuck}")
+    return Timeline(tuple(map(tuple, spans)), dict(messages))
+
+
+def ideal_time(placement: Placement, micro_batches: int, costs: Costs) -> float:
+    """The time of a step without any bubble: the work of the busiest rank."""
+    return micro_batches * max(
+        sum(costs.forward[stage] + costs.backward[stage] for stage in placement.stages_of(rank))
+        for rank in range(placement.ranks))
+
+
+def lower_bound(placement: Placement, micro_batches: int, costs: Costs) -> float:
+    """A makespan that no order of whole backwards can beat.
+
+    Before rank r starts, a micro-batch has to come through the stages below its first one; after its last backward,
+    which is of that stage, the gradient has to go back through them. Nor is any batch shorter than one micro-batch's
+    way there and back.
+    """
+    bound = 0.0
+    hops = [0]
+    for stage in range(1, placement.stages):
+        hops.append(hops[-1] + placement.is_remote(stage))
+    for rank in range(placement.ranks):
+        stages = placement.stages_of(rank)
+        first = stages[0]
+        outside = sum(costs.forward[:first]) + sum(costs.backward[:first]) + 2 * hops[first] * costs.latency
+        work = micro_batches * sum(costs.forward[stage] + costs.backward[stage] for stage in stages)
+        bound = max(bound, outside + work)
+    round_trip = sum(costs.forward) + sum(costs.backward) + 2 * hops[-1] * costs.latency
+    return max(bound, round_trip)

@@ -1,0 +1,199 @@
+"""The verifier: runs a program symbolically and says what is wrong with it, at which action.
+
+It proves that every input is present when it is used, that every message is sent once and received once, in the same
+order on both sides, that the ranks cannot wait for each other in a circle, that no slot is used twice at once and that
+no rank holds more activations than the cap.
+"""
+
+from collections import Counter, deque
+
+from .actions import BACKWARD, FORWARD, RECV_B, SEND_B, SEND_F, Action, Row
+from .communication import Message, incoming, message_of, outgoing
+from .placement import Placement
+from .program import Program
+from .slots import lifetimes
+
+
+class ProgramError(ValueError):
+    """A program that must not run; the message names the action and the rank."""
+
+
+def verify(program: Program) -> None:
+    """Check a program.
+
+    Raises:
+        ProgramError: the first fault found.
+    """
+    placement = program.placement
+    if len(program.rows) != placement.ranks:
+        raise ProgramError(f"a program for {placement.ranks} ranks has {len(program.rows)} rows; write one row per rank")
+    for rank, row in enumerate(program.rows):
+        _check_actions(row, rank, program)
+        _check_local_order(row, rank, placement)
+    _check_channels(program)
+    _check_no_cycle(program)
+    for rank, row in enumerate(program.rows):
+        _check_slots(row, rank, program)
+        peak = program.peak_in_flight(rank)
+        if program.has_backward and peak > program.max_in_flight:
+            raise ProgramError(f"rank {rank} holds {peak:g} micro-batches in flight, more than max_in_flight "
+                               f"{program.max_in_flight:g}; raise max_in_flight or choose another schedule")
+
+
+def _check_actions(row: Row, rank: int, program: Program) -> None:
+    """Every action is in range, on its rank, there once, and none is missing."""
+    placement = program.placement
+    for action in row:
+        if not 0 <= action.stage < placement.stages:
+            raise ProgramError(f"rank {rank}: {action} is out of range; stages are 0..{placement.stages - 1}")
+        if not 0 <= action.micro_batch < program.micro_batches:
+            raise ProgramError(f"rank {rank}: {action} is out of range; "
+                               f"micro-batches are 0..{program.micro_batches - 1}")
+        if placement.rank_of(action.stage) != rank:
+            raise ProgramError(f"rank {rank}: {action} belongs to rank {placement.rank_of(action.stage)} "
+                               f"in placement '{placement.name}'")
+    present = set(row)
+    if len(present) < len(row):
+        action = next(action for action, count in Counter(row).items() if count > 1)
+        raise ProgramError(f"rank {rank}: duplicate {action}")
+    kinds = (FORWARD, BACKWARD) if program.has_backward else (FORWARD, )
+    for stage in placement.stages_of(rank):
+        for micro_batch in range(program.micro_batches):
+            for kind in kinds:
+                action = Action(stage, kind, micro_batch)
+                if action not in present:
+                    raise ProgramError(f"rank {rank}: {action} is missing")
+                message = outgoing(action, placement)
+                if message is not None and message.send not in present:
+                    if kind == FORWARD or program.has_backward:
+                        raise ProgramError(f"rank {rank}: {message.send} is missing")
+                recv = incoming(action, placement)
+                if recv is not None and recv not in present:
+                    raise ProgramError(f"rank {rank}: {recv} is missing")
+    for action in row:
+        if not action.is_compute and not _crosses_ranks(action, placement):
+            raise ProgramError(f"rank {rank}: {action} is unmatched; that boundary does not join two ranks")
+
+
+def _crosses_ranks(action: Action, placement: Placement) -> bool:
+    return placement.is_remote(action.stage + 1 if action.kind in (SEND_F, RECV_B) else action.stage)
+
+
+def _check_local_order(row: Row, rank: int, placement: Placement) -> None:
+    """What an action needs of its own rank comes before it; backwards of a stage come in micro-batch order."""
+    done: set[Action] = set()
+    last_backward: dict[int, int] = {}
+    for action in row:
+        for need in _local_needs(action, placement):
+            if need not in done:
+                raise ProgramError(f"rank {rank}: wrong order, {action} comes before {need}")
+        if action.kind == BACKWARD:
+            last = last_backward.get(action.stage, -1)
+            if action.micro_batch < last:
+                raise ProgramError(f"rank {rank}: wrong order, {action} comes after {Action(action.stage, 'B', last)}; "
+                                   "gradients are added in micro-batch order")
+            last_backward[action.stage] = action.micro_batch
+        done.add(action)
+
+
+def _local_needs(action: Action, placement: Placement) -> list[Action]:
+    stage, kind, micro_batch = action
+    if kind == FORWARD:
+        recv = incoming(action, placement)
+        below = [Action(stage - 1, FORWARD, micro_batch)] if stage > 0 else []
+        return [recv] if recv is not None else below
+    if kind == BACKWARD:
+        recv = incoming(action, placement)
+        above = [Action(stage + 1, BACKWARD, micro_batch)] if stage + 1 < placement.stages else []
+        return [Action(stage, FORWARD, micro_batch), *([recv] if recv is not None else above)]
+    if kind in (SEND_F, RECV_B):
+        return [Action(stage, FORWARD, micro_batch)]
+    if kind == SEND_B:
+        return [Action(stage, BACKWARD, micro_batch)]
+    return []
+
+
+def _check_channels(program: Program) -> None:
+    """Both ends of a channel list the same messages in the same order."""
+    sent: dict[tuple[int, int], list[Message]] = {}
+    received: dict[tuple[int, int], list[Message]] = {}
+    for row in program.rows:
+        for action in row:
+            if not action.is_compute:
+                message = message_of(action, program.placement)
+                side = sent if action.kind in (SEND_F, SEND_B) else received
+                side.setdefault((message.source, message.target), []).append(message)
+    for channel in sorted(sent.keys() | received.keys()):
+        sends, receives = sent.get(channel, []), received.get(channel, [])
+        where = f"channel from rank {channel[0]} to rank {channel[1]}"
+        for message in sorted(set(sends) ^ set(receives)):
+            lonely, other = (message.send, message.recv) if message in sends else (message.recv, message.send)
+            raise ProgramError(f"{where}: {lonely} is unmatched, there is no {other}")
+        for index, (send, recv) in enumerate(zip(sends, receives, strict=True)):
+            if send != recv:
+                raise ProgramError(f"{where}: message {index} is sent by {send.send} but received by {recv.recv}; "
+                                   "both sides need one order")
+
+
+def _check_no_cycle(program: Program) -> None:
+    """Run every rank until it waits; ranks that wait for each other for ever are a cycle, which is printed."""
+    position = [0] * len(program.rows)
+    sent: set[Action] = set()
+    waiting: dict[Action, int] = {}
+    runnable = deque(range(len(program.rows)))
+    while runnable:
+        rank = runnable.popleft()
+        row = program.rows[rank]
+        while position[rank] < len(row):
+            action = row[position[rank]]
+            recv = incoming(action, program.placement)
+            if recv is not None and recv not in sent:
+                waiting[recv] = rank
+                break
+            if action.kind in (SEND_F, SEND_B):
+                arrived = message_of(action, program.placement).recv
+                sent.add(arrived)
+                if arrived in waiting:
+                    runnable.append(waiting.pop(arrived))
+            position[rank] += 1
+    if waiting:
+        raise ProgramError("the ranks wait for each other in a cycle: " + _describe_cycle(program, position))
+
+
+def _describe_cycle(program: Program, position: list[int]) -> str:
+    """Follow who waits for whom from any waiting rank until one comes up again."""
+    rank = next(rank for rank, row in enumerate(program.rows) if position[rank] < len(row))
+    path: list[int] = []
+    while rank not in path:
+        path.append(rank)
+        recv = incoming(program.rows[rank][position[rank]], program.placement)
+        assert recv is not None
+        rank = message_of(recv, program.placement).source
+    lines = []
+    for member in path[path.index(rank):]:
+        stuck = program.rows[member][position[member]]
+        recv = incoming(stuck, program.placement)
+        assert recv is not None
+        message = message_of(recv, program.placement)
+        blocker = program.rows[message.source][position[message.source]]
+        lines.append(f"rank {member} at {stuck} waits for {message.send}, which rank {message.source} does after "
+                     f"{blocker}")
+    return "; ".join(lines)
+
+
+def _check_slots(row: Row, rank: int, program: Program) -> None:
+    """No two (stage, micro-batch) pairs use one slot at the same time."""
+    slots = program.slots[rank]
+    spans = lifetimes(row, program.placement)
+    last_use: dict[int, tuple[int, tuple[int, int]]] = {}
+    for visit, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
+        if visit not in slots:
+            raise ProgramError(f"rank {rank}: stage {visit[0]}, micro-batch {visit[1]} has no slot")
+        slot = slots[visit]
+        if slot in last_use and last_use[slot][0] >= first:
+            other = last_use[slot][1]
+            raise ProgramError(f"rank {rank}: slot {slot} clash at {row[first]}: stage {other[0]}, micro-batch "
+                               f"{other[1]} holds it until {row[last_use[slot][0]]}")
+        last_use[slot] = (last, visit)
+
+

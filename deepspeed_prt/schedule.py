@@ -1,0 +1,141 @@
+"""PRTSchedule: one rank of a program as DeepSpeed pipeline instructions."""
+
+from collections.abc import Iterator
+
+from deepspeed.runtime.pipe import schedule as ds
+
+from .program.actions import Action
+from .program.placement import Placement
+from .program.program import Program, build, forward_only as evaluation_of
+from .program.simulator import Costs, simulate
+
+
+class LoadMicroBatch(ds.LoadMicroBatch):
+    """Put the inputs (first stage) or labels (last stage) of a micro-batch, already read, into a buffer."""
+
+
+class ForwardPass(ds.ForwardPass):
+    """Compute the forward of one stage."""
+
+
+class BackwardPass(ds.BackwardPass):
+    """Compute the backward of one stage and accumulate its gradients."""
+
+
+class SendActivation(ds.SendActivation):
+    """Start to send a stage's output; does not wait."""
+
+
+class RecvActivation(ds.RecvActivation):
+    """Post the receive of a stage's input; the forward that uses it waits."""
+
+
+class SendGrad(ds.SendGrad):
+    """Start to send the gradient of a stage's input; does not wait."""
+
+
+class RecvGrad(ds.RecvGrad):
+    """Post the receive of the gradient of a stage's output; the backward that uses it waits."""
+
+
+_INSTRUCTIONS: dict[str, type[ds.BufferOpInstruction]] = {
+    "F": ForwardPass,
+    "B": BackwardPass,
+    "SEND_F": SendActivation,
+    "RECV_F": RecvActivation,
+    "SEND_B": SendGrad,
+    "RECV_B": RecvGrad,
+}
+
+
+class PRTSchedule(ds.PipeSchedule):
+    """A program's rank as DeepSpeed instructions, which carry ``buffer_id`` (the slot), ``stage`` and ``micro_batch``.
+
+    Usable alone, without processes::
+
+        for step in PRTSchedule(micro_batches=4, stages=2, stage_id=0, reuse=2):
+            print(step)
+
+    All ranks yield the same number of steps, one compute action in each at most, and a barrier may stand between any
+    two: what a step waits for was sent in an earlier one.
+
+    Args:
+        micro_batches: m, the number of micro-batches in a batch.
+        stages: p, the number of pipeline ranks, as in DeepSpeed's schedules.
+        stage_id: the pipeline rank whose instructions are listed.
+        reuse: v, stages per rank.
+        placement: ``"loop"`` or ``"wave"``.
+        schedule: a schedule's name, or ``"auto"``.
+        max_in_flight: cap on a rank's activations, in micro-batches; None for p.
+        forward_only: list the evaluation program.
+        program: the program to read; the arguments that describe one are then ignored.
+
+    Raises:
+        ValueError: the arguments do not make a program.
+    """
+
+    def __init__(self,
+                 micro_batches: int,
+                 stages: int,
+                 stage_id: int,
+                 reuse: int = 1,
+                 placement: str = "loop",
+                 schedule: str = "auto",
+                 max_in_flight: float | None = None,
+                 forward_only: bool = False,
+                 program: Program | None = None) -> None:
+        super().__init__(micro_batches, stages, stage_id)
+        if program is None:
+            program = build(schedule, Placement(placement, stages, reuse), micro_batches, max_in_flight)
+            if forward_only:
+                program = evaluation_of(program)
+        if not 0 <= stage_id < program.placement.ranks:
+            raise ValueError(f"stage_id {stage_id} is not one of the {program.placement.ranks} pipeline ranks")
+        self.program = program
+        self._steps = self._list_steps()
+
+    def num_pipe_buffers(self) -> int:
+        """As many slots as the rank ever needs at once."""
+        return self.program.num_slots(self.stage_id)
+
+    def buffer_of(self, stage: int, micro_batch: int) -> int:
+        """The slot of a (stage, micro-batch) on this rank."""
+        return self.program.slots[self.stage_id][stage, micro_batch]
+
+    def steps(self) -> Iterator[list[ds.PipeInstruction]]:
+        """Yield the instructions of each step; the last one reduces gradients and steps the optimizer."""
+        yield from self._steps
+
+    def _list_steps(self) -> list[list[ds.PipeInstruction]]:
+        unit = Costs.uniform(self.program.placement, self.program.placement.reuse, self.program.placement.reuse)
+        timeline = simulate(self.program, unit)
+        steps: list[list[ds.PipeInstruction]] = [[] for _ in range(round(timeline.makespan))]
+        starts = {span.action: round(span.start) for span in timeline.spans[self.stage_id]}
+        row = self.program.rows[self.stage_id]
+        clock = 0
+        pending: list[ds.PipeInstruction] = []
+        for action in row:
+            if action.is_compute:
+                clock = starts[action]
+                steps[clock] += [*pending, *self._loads(action), self._instruction(action)]
+                pending = []
+            elif action.kind.startswith("RECV"):
+                pending.append(self._instruction(action))
+            else:
+                steps[clock].append(self._instruction(action))
+        if self.program.has_backward:
+            steps.append([ds.ReduceTiedGrads(), ds.ReduceGrads(), ds.OptimizerStep()])
+        return steps
+
+    def _instruction(self, action: Action) -> ds.BufferOpInstruction:
+        return _INSTRUCTIONS[action.kind](self.buffer_of(action.stage, action.micro_batch),
+                                          stage=action.stage,
+                                          micro_batch=action.micro_batch)
+
+    def _loads(self, action: Action) -> list[ds.PipeInstruction]:
+        """The first stage loads inputs and the last one labels; with one stage in all, one load does both."""
+        at_end = action.stage in (0, self.program.placement.stages - 1)
+        if action.kind != "F" or not at_end:
+            return []
+        return [LoadMicroBatch(self.buffer_of(action.stage, action.micro_batch), stage=action.stage,
+                               micro_batch=action.micro_batch)]

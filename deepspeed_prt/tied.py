@@ -1,0 +1,50 @@
+"""Gradients of weights that several stages share."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.pipe.module import PipelineModule
+from torch import nn
+
+
+def add_shared_gradients(weights: Mapping[int, list[nn.Parameter]],
+                         gradients: dict[tuple[int, int], torch.Tensor | None]) -> None:
+    """Add what later stages of this rank accumulated apart, in stage order, and forget it."""
+    for stage, shared in sorted(weights.items()):
+        for weight in shared:
+            gradient = gradients.pop((stage, id(weight)), None)
+            if gradient is not None:
+                weight.grad = gradient if weight.grad is None else weight.grad + gradient
+
+
+def reduce_tied_gradients(module: PipelineModule, bf16_optimizer: Any = None) -> None:
+    """Sum the gradients of tied weights over the ranks that hold a copy; one that is missing counts as zero.
+
+    Args:
+        module: gives the weights and their groups.
+        bf16_optimizer: the BF16_Optimizer that accumulates gradients in fp32, if there is one.
+    """
+    for weight, group in module.get_tied_weights_and_groups():
+        if not weight.requires_grad:
+            continue
+        if bf16_optimizer is None:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            gradient = weight.grad
+        else:
+            gradient = _fp32_gradient(weight, bf16_optimizer)
+        if gradient is not None:
+            dist.all_reduce(gradient, group=group)
+
+
+def _fp32_gradient(weight: nn.Parameter, optimizer: Any) -> torch.Tensor | None:
+    """The fp32 gradient of a bf16 weight, marked as present."""
+    for group, members in enumerate(optimizer.bf16_groups):
+        for index, member in enumerate(members):
+            if member is weight:
+                optimizer.fp32_groups_has_gradients[group][index] = True
+                weight._hp_grad = optimizer.fp32_groups_gradients[group][index]
+                return weight._hp_grad
+    return None

@@ -1,0 +1,131 @@
+"""Worlds of real worker processes, started once and reused: importing deepspeed costs seconds a process."""
+
+import contextlib
+import gc
+import importlib
+import io
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+TIMEOUT = 180.0
+"""Seconds after which a task counts as hung."""
+
+
+class TaskFailed(AssertionError):
+    """A task raised on some rank; holds each rank's error."""
+
+    def __init__(self, errors: dict[int, tuple[str, str, str]]) -> None:
+        super().__init__("\n".join(f"--- rank {rank}: {trace}" for rank, (_, _, trace) in sorted(errors.items())))
+        self.errors = {rank: (name, text) for rank, (name, text, _) in errors.items()}
+
+
+class World:
+    """``size`` processes in one gloo process group, which run module-level functions."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, self.size, port), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, task: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Run ``task(*args, **kwargs)`` on every rank; returns what each returned.
+
+        Raises:
+            TaskFailed: a rank raised, died or hung.
+        """
+        for pipe in self._pipes:
+            pipe.send((task.__module__, task.__qualname__, args, kwargs))
+        results: list[Any] = [None] * self.size
+        errors: dict[int, tuple[str, str, str]] = {}
+        deadline = time.monotonic() + TIMEOUT
+        restart = False
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                if pipe.poll(max(deadline - time.monotonic(), 0.1)):
+                    ok, value = pipe.recv()
+                    if ok:
+                        results[rank] = value
+                    else:
+                        errors[rank] = value
+                    continue
+                errors[rank] = ("Hang", "no answer", f"no answer within {TIMEOUT} s")
+            except EOFError:
+                errors[rank] = ("Died", "process died", "process died")
+            restart = True
+        if restart:
+            self.close()
+            self._start()
+        if errors:
+            raise TaskFailed(errors)
+        return results
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_SIZE=str(size),
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    import logging
+
+    import torch
+    torch.set_num_threads(1)
+    import deepspeed
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    with contextlib.redirect_stdout(io.StringIO()):
+        deepspeed.init_distributed(dist_backend="gloo")
+    while True:
+        try:
+            module, name, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        output = io.StringIO()
+        try:
+            task = importlib.import_module(module)
+            for part in name.split("."):
+                task = getattr(task, part)
+            with contextlib.redirect_stdout(output):
+                answer = True, task(*args, **kwargs)
+        except Exception as error:
+            answer = False, (type(error).__name__, str(error), traceback.format_exc() + output.getvalue()[-2000:])
+        pipe.send(answer)
+        del answer
+        _forget_groups()
+
+
+def _forget_groups() -> None:
+    """Close the process groups of the last task, whose sockets would pile up."""
+    import torch.distributed as dist
+    from deepspeed.utils import groups
+    from torch.distributed import distributed_c10d
+    gc.collect()
+    dist.barrier()
+    default = distributed_c10d._get_default_group()
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not default:
+            dist.destroy_process_group(group)
+    groups._WORLD_GROUP = None
+    sys.stdout.flush()
