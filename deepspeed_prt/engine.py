@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from . import schedule
 from .channels import Channels, MessageSpec, Receive
 from .client import ClientParameters
+from .clipping import clip_like_stock
 from .config import PRTConfig, read_section
 from .control import Control
 from .errors import PRTConfigError, PRTError
@@ -131,10 +132,10 @@ class PRTPipelineEngine(PipelineEngine):
         return self.grid.stage_to_global(self._loss_rank)
 
     @contextmanager
-    def _executing(self, stage: int) -> Iterator[None]:
+    def _executing(self, stage: int, micro_batch: int) -> Iterator[None]:
         self._active_stage = stage
         try:
-            with self.module.executing(stage):
+            with self.module.executing(stage, self._first_micro_offset + micro_batch):
                 yield
         finally:
             self._active_stage = None
@@ -275,15 +276,13 @@ class PRTPipelineEngine(PipelineEngine):
 
     def _exec_load_micro_batch(self, buffer_id: int, stage: int, micro_batch: int) -> None:
         self._loading = micro_batch
-        with self._executing(stage):
+        with self._executing(stage, micro_batch):
             super()._exec_load_micro_batch(buffer_id)
 
     def _exec_forward_pass(self, buffer_id: int, stage: int, micro_batch: int) -> None:
         buffers = self.pipe_buffers
         inputs = self._take_inputs(buffer_id, stage)
-        # The parent's forward() counts calls to seed layers; with several stages a rank it has to follow micro-batches.
-        self.module.micro_offset = self._first_micro_offset + micro_batch
-        with self._executing(stage):
+        with self._executing(stage, micro_batch):
             outputs = DeepSpeedEngine.forward(self, inputs)
         # Activation checkpointing keeps state of a training forward, which evaluation has no use for.
         if not self.module.training:
@@ -348,7 +347,7 @@ class PRTPipelineEngine(PipelineEngine):
         gradients = buffers['grads'][buffer_id]
         if isinstance(gradients, Receive):
             gradients = self._channels.wait(gradients, self.placement.rank_of(stage + 1))
-        with self._executing(stage), self._separate_gradients(stage):
+        with self._executing(stage, micro_batch), self._separate_gradients(stage):
             if stage == self._last_stage:
                 loss = buffers['losses'][buffer_id]
                 buffers['losses'][buffer_id] = None
@@ -422,6 +421,10 @@ class PRTPipelineEngine(PipelineEngine):
     def _exec_reduce_tied_grads(self) -> None:
         add_shared_gradients(self._tied_again, self._shared_gradients)
         reduce_tied_gradients(self.module, self.optimizer if self.using_bf16_optimizer else None)
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip by the norm that the stock engine uses."""
+        clip_like_stock(self.module, self.gradient_clipping(), self.mpu)
 
     # A batch that failed
 

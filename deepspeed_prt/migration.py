@@ -221,7 +221,7 @@ class _Move:
         bases = (PRTPipelineModule, ) if cls is PipelineModule else (PRTPipelineModule, cls)
         # A class swap, not a new object, as FSDP2's fully_shard does it: every reference the user holds stays good.
         module.__class__ = type(cls.__name__, bases, {"__module__": cls.__module__, "__doc__": cls.__doc__})
-        module.set_stages(route, parts)
+        module.set_stages(route, parts, [int(boundary) for boundary in module.parts])
         module.forward_funcs = []
         module.fwd_map = {}
         module.tied_modules = nn.ModuleDict()

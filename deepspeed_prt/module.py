@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
+from deepspeed.runtime.utils import set_random_seed
 
-from .partition import plan_stages
+from .partition import cut, plan_stages
 from .program.placement import Placement
 
 
@@ -48,17 +49,25 @@ class PRTPipelineModule(PipelineModule):
             return
         self.parts = []
         reuse, placement, partition = self._plan_arguments
-        self.set_stages(*plan_stages(self, self.num_stages, reuse, placement, partition or method))
+        route, parts = plan_stages(self, self.num_stages, reuse, placement, partition or method)
+        self.set_stages(route, parts, cut(self, method, self.num_stages))
 
     def _count_layer_params(self) -> list[int]:
         if not hasattr(self, "_layer_params"):
             self._layer_params = super()._count_layer_params()
         return self._layer_params
 
-    def set_stages(self, placement: Placement, parts: list[int]) -> None:
-        """Fix which layers belong to which stage, and so which are this rank's."""
+    def set_stages(self, placement: Placement, parts: list[int], rank_parts: list[int]) -> None:
+        """Fix which layers belong to which stage, and so which are this rank's.
+
+        Args:
+            placement: the rank of each stage.
+            parts: the p*v + 1 boundaries of the stages.
+            rank_parts: the p + 1 boundaries that PipelineModule would have chosen; they decide the layers' seeds.
+        """
         self.placement = placement
         self.parts = parts
+        self.rank_parts = rank_parts
         self.layer_ids = []
         self._ranges: dict[int, tuple[int, int]] = {}
         self._checkpointable: dict[int, list[bool]] = {}
@@ -114,17 +123,45 @@ class PRTPipelineModule(PipelineModule):
         return module if spec.forward_fn is None else partial(spec.forward_fn, module)
 
     @contextmanager
-    def executing(self, stage: int) -> Iterator[None]:
-        """Expose one stage to ``forward()``, and to the recomputation of checkpointed activations in a backward."""
+    def executing(self, stage: int, micro_offset: int = 0) -> Iterator[None]:
+        """Expose one stage to ``forward()``, and to the recomputation of checkpointed activations in a backward.
+
+        Args:
+            stage: one of this rank's stages.
+            micro_offset: how many micro-batches came before this one, which seeds the layers under ``seed_layers``.
+        """
         saved = self.forward_funcs, self._local_start, self._local_stop, self.is_checkpointable_results
+        seed_layers = self.seed_layers
         start, stop = self._ranges[stage]
-        self.forward_funcs = self.forward_funcs[start:stop]
+        functions = self.forward_funcs[start:stop]
+        if seed_layers:
+            # The parent would seed by the place in the stage; the seed has to be that of an uncut rank.
+            functions = [partial(self._seed_and_call, function, layer_id, micro_offset)
+                         for function, layer_id in zip(functions, self.layer_ids[start:stop], strict=True)]
+            self.seed_layers = False
+        self.forward_funcs = functions
         self._local_start, self._local_stop = self.parts[stage], self.parts[stage + 1]
         self.is_checkpointable_results = self._checkpointable.get(stage, [])
+        self.micro_offset = micro_offset
         try:
             yield
         finally:
             self.forward_funcs, self._local_start, self._local_stop, self.is_checkpointable_results = saved
+            self.seed_layers = seed_layers
+
+    def _seed_and_call(self, function: Any, layer_id: int, micro_offset: int, inputs: Any) -> Any:
+        """Run a layer with the seed that PipelineModule.forward() gives it with one stage a rank.
+
+        That is the place in the model, or, with activation checkpointing, the rank's first layer plus the place in
+        the checkpointed block. PipelineModule counts the micro-batch twice, at forward() and when it seeds.
+        """
+        place = layer_id
+        if self.activation_checkpoint_interval > 0:
+            first = max(boundary for boundary in self.rank_parts[:-1] if boundary <= layer_id)
+            place = first + (layer_id - first) % self.activation_checkpoint_interval
+        seed = self.base_seed * (micro_offset + 2) + place
+        (self.seed_fn or set_random_seed)(seed)
+        return function(inputs)
 
     def _precompute_checkpointable_values(self) -> None:
         if self.activation_checkpoint_interval == 0:
@@ -147,6 +184,19 @@ class PRTPipelineModule(PipelineModule):
                 known = again.setdefault(self.stage_of(layer_id), [])
                 known += [weight for weight in weights if all(weight is not other for other in known)]
         return again
+
+    def parameters_of_first_rank(self) -> list[torch.nn.Parameter]:
+        """This rank's parameters that the pipe's first rank would hold with one stage a rank."""
+        layered, first = set(), []
+        for layer_id, function in zip(self.layer_ids, self.forward_funcs, strict=True):
+            layer = function.args[0] if isinstance(function, partial) else function
+            if isinstance(layer, torch.nn.Module):
+                layered.update(map(id, layer.parameters()))
+                if layer_id < self.rank_parts[1]:
+                    first += layer.parameters()
+        if self.stage_id == 0:
+            first += [parameter for parameter in self.parameters() if id(parameter) not in layered]
+        return list({id(parameter): parameter for parameter in first}.values())
 
     def _tied_owner(self, key: str) -> int:
         """The global rank, in this pipe, of the first layer of a key: its copy is the one that counts."""

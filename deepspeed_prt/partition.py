@@ -39,7 +39,7 @@ def plan_stages(module: PipelineModule, ranks: int, reuse: int | str, placement:
         plans = []
         for candidate in range(1, max(layers // ranks, 1) + 1):
             route = Placement(placement, ranks, candidate)
-            boundaries = _cut(module, partition, route.stages)
+            boundaries = cut(module, partition, route.stages)
             if candidate == 1 or all(a < b for a, b in zip(boundaries, boundaries[1:], strict=False)):
                 plans.append((_heaviest_rank(module, partition, route, boundaries), route, boundaries))
         best = min(weight for weight, _, _ in plans)
@@ -50,7 +50,7 @@ def plan_stages(module: PipelineModule, ranks: int, reuse: int | str, placement:
     if reuse > 1 and route.stages > layers:
         raise PRTConfigError(f"{layers} layers cannot fill {ranks} ranks x {reuse} stages = {route.stages} stages; "
                              f"use reuse <= {max(layers // ranks, 1)}")
-    return route, _cut(module, partition, route.stages)
+    return route, cut(module, partition, route.stages)
 
 
 def _given(boundaries: list[int], layers: int, ranks: int, reuse: int | str,
@@ -67,7 +67,7 @@ def _given(boundaries: list[int], layers: int, ranks: int, reuse: int | str,
     return Placement(placement, ranks, reuse), list(boundaries)
 
 
-def _cut(module: PipelineModule, method: str, stages: int) -> list[int]:
+def cut(module: PipelineModule, method: str, stages: int) -> list[int]:
     """Ask the module's own ``_partition_layers`` for ``stages`` parts.
 
     Raises:

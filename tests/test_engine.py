@@ -1,6 +1,7 @@
 """PRTPipelineEngine against the stock engine: the same losses and weights."""
 
 import pytest
+import torch
 
 from . import training
 from .training import assert_same, config
@@ -16,3 +17,165 @@ from .training import assert_same, config
 def test_weights_are_bit_identical(world, ranks, prt, gas):
     stock = world(ranks).run(training.train, "blocks", ranks, config(gas))
     assert_same(stock, world(ranks).run(training.train, "blocks", ranks, config(gas, prt=prt)))
+
+
+LOOP2, WAVE2 = {"reuse": 2}, {"reuse": 2, "placement": "wave"}
+LOOP3, WAVE3 = {"reuse": 3}, {"reuse": 3, "placement": "wave"}
+BOTH = pytest.mark.parametrize("prt", [LOOP2, WAVE2], ids=["loop", "wave"])
+
+
+@BOTH
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("schedule", ["auto", "gpipe", "breadth_first"])
+def test_every_schedule_and_world(world, ranks, schedule, prt):
+    stock = world(ranks).run(training.train, "blocks", ranks, config(3), steps=3)
+    assert_same(stock, world(ranks).run(training.train, "blocks", ranks, config(3, prt={**prt, "schedule": schedule}),
+                                        steps=3))
+
+
+@BOTH
+def test_clipping_that_bites(world, prt):
+    clipped = {"gradient_clipping": 0.01}
+    stock = world(2).run(training.train, "blocks", 2, config(4, **clipped))
+    ours = world(2).run(training.train, "blocks", 2, config(4, prt=prt, **clipped))
+    unclipped = world(2).run(training.train, "blocks", 2, config(4))
+    assert_same(stock, ours, tolerance=1e-6)
+    assert stock[0]["losses"] != unclipped[0]["losses"]
+
+
+@BOTH
+@pytest.mark.parametrize("interval", [0, 1, 2])
+def test_dropout_under_seed_layers_with_an_evaluation_in_between(world, prt, interval):
+    more = {"seed_layers": True, "activation_checkpoint_interval": interval, "evaluate_after": 1}
+    stock = world(2).run(training.train, "dropout", 2, config(3), **more)
+    assert_same(stock, world(2).run(training.train, "dropout", 2, config(3, prt=prt), **more))
+
+
+@pytest.mark.parametrize(("ranks", "prt"), [(2, LOOP2), (2, WAVE2), (4, LOOP3), (4, WAVE3), (3, WAVE2)])
+def test_tied_embedding(world, ranks, prt):
+    stock = world(ranks).run(training.train, "tied", ranks, config(4))
+    assert_same(stock, world(ranks).run(training.train, "tied", ranks, config(4, prt=prt)))
+
+
+@BOTH
+@pytest.mark.parametrize("model", ["blocks", "tied"])
+def test_data_parallel_beside_pipeline(world, prt, model):
+    stock = world(4).run(training.train, model, 2, config(3, dp=2))
+    assert_same(stock, world(4).run(training.train, model, 2, config(3, dp=2, prt=prt)))
+
+
+PRECISIONS = {
+    "zero1": {"zero_optimization": {"stage": 1}},
+    "bf16": {"bf16": {"enabled": True}},
+    "bf16_zero1": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
+    "bf16_zero1_fp32_grads": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1},
+                              "data_types": {"grad_accum_dtype": "fp32"}},
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("model", ["blocks", "tied"])
+def test_mixed_precision_and_zero(world, precision, dp, model):
+    more = PRECISIONS[precision]
+    stock = world(2 * dp).run(training.train, model, 2, config(3, dp=dp, **more), steps=3)
+    ours = world(2 * dp).run(training.train, model, 2, config(3, dp=dp, prt=LOOP2, **more), steps=3)
+    assert_same(stock, ours, tolerance=1e-6 if precision == "zero1" else 2e-2)
+
+
+def _generator(module):
+    return {"model_parameters": (p for p in module.parameters() if p.requires_grad)}
+
+
+def _lazy(module):
+    return {"model_parameters": module.parameters()}
+
+
+def _list(module):
+    return {"model_parameters": list(module.parameters())}
+
+
+def _groups(module):
+    decayed = [p for name, p in module.named_parameters() if name.endswith("weight")]
+    others = [p for name, p in module.named_parameters() if not name.endswith("weight")]
+    return {"model_parameters": [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]}
+
+
+def _optimizer(module):
+    return {"optimizer": torch.optim.AdamW(_groups(module)["model_parameters"], lr=0.01)}
+
+
+def _callable(module):
+    return {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)}
+
+
+def _callable_and_groups(module):
+    return {**_groups(module), **_callable(module)}
+
+
+def _only_some(module):
+    """A parameter left out of the list is not trained."""
+    return {"model_parameters": [p for name, p in module.named_parameters() if name.endswith("weight")]}
+
+
+def _frozen(module):
+    for index, function in enumerate(module.forward_funcs):
+        if (module._local_start + index) % 3 == 1:
+            function.linear.weight.requires_grad_(False)
+    return _generator(module)
+
+
+def _first_rank_frozen(module):
+    if module.stage_id == 0:
+        for parameter in module.parameters():
+            parameter.requires_grad_(False)
+    return {}
+
+
+def _loaded(module):
+    generator = torch.Generator().manual_seed(7 + module.stage_id)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+    return {}
+
+
+class Adapter(torch.nn.Module):
+    """A low-rank adapter around a Linear, as users inject them after building the model."""
+
+    def __init__(self, base, seed):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.base = base.requires_grad_(False)
+        self.down = torch.nn.Parameter(torch.randn(2, base.in_features, generator=generator))
+        self.up = torch.nn.Parameter(torch.randn(base.out_features, 2, generator=generator))
+        self.register_buffer("scale", torch.tensor(0.5), persistent=False)
+
+    def forward(self, x):
+        return self.base(x) + self.scale * (x @ self.down.t() @ self.up.t())
+
+
+def _adapted(module):
+    for index, function in enumerate(module.forward_funcs):
+        function.linear = Adapter(function.linear, module._local_start + index)
+    return {"model_parameters": [p for p in module.parameters() if p.requires_grad]}
+
+
+def _unpicklable(module):
+    """Layers that cannot be pickled are built anew and filled."""
+    for index, function in enumerate(module.forward_funcs):
+        function.unpicklable = lambda: None
+        if index == 1:
+            function.linear.bias.requires_grad_(False)
+    return _loaded(module)
+
+
+PREPARATIONS = [_generator, _lazy, _list, _groups, _optimizer, _callable, _callable_and_groups, _only_some, _frozen,
+                _first_rank_frozen, _loaded, _adapted, _unpicklable]
+
+
+@BOTH
+@pytest.mark.parametrize("prepare", PREPARATIONS)
+def test_parameters_and_changes_after_construction(world, prt, prepare):
+    stock = world(2).run(training.train, "blocks", 2, config(3), prepare=prepare, steps=3)
+    assert_same(stock, world(2).run(training.train, "blocks", 2, config(3, prt=prt), prepare=prepare, steps=3))

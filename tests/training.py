@@ -53,10 +53,10 @@ def cross_entropy(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(outputs.flatten(0, -2).float(), labels.flatten())
 
 
-def vectors(seed: int, dtype: torch.dtype = torch.float32) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def vectors(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     while True:
-        yield (torch.randn(MICRO_BATCH, 3, WIDTH, generator=generator).to(dtype),
+        yield (torch.randn(MICRO_BATCH, 3, WIDTH, generator=generator),
                torch.randn(MICRO_BATCH, 3, WIDTH, generator=generator))
 
 
@@ -99,7 +99,10 @@ def data(model: str, engine: Any) -> Iterator | None:
     """The data iterator of this rank: first and last rank only."""
     if not (engine.is_first_stage() or engine.is_last_stage()):
         return None
-    return MODELS[model][1](100 + engine.grid.get_data_parallel_id())
+    iterator = MODELS[model][1](100 + engine.grid.get_data_parallel_id())
+    if engine.bfloat16_enabled():
+        return ((x.bfloat16() if x.is_floating_point() else x, y) for x, y in iterator)
+    return iterator
 
 
 def weights(engine: Any) -> dict[int, dict[str, torch.Tensor]]:

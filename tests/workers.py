@@ -14,7 +14,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-TIMEOUT = 180.0
+TIMEOUT = 60.0
 """Seconds after which a task counts as hung."""
 
 
