@@ -164,7 +164,8 @@ class Channels:
         """
         if not receive.posted:
             self._advance(source, until=receive)
-        for work in receive._works:
+        works, receive._works = receive._works, []  # gloo would wait for ever for a message that came already
+        for work in works:
             work.wait()
         if receive.poisoned:
             raise PoisonedMessage

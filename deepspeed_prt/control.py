@@ -33,7 +33,7 @@ class Control:
             when: the time of the error. Others may follow from the first, which is the one that is named.
 
         Raises:
-            BaseException: this rank's own error, with its traceback.
+            BaseException: this rank's own error, with its traceback, if no other rank had one before.
             StopIteration: another rank's data iterator ended.
             RankFailedError: another rank has an error; the message names it.
         """
@@ -46,13 +46,14 @@ class Control:
             report = (when, self.global_rank, type(error) is StopIteration, f"{type(error).__name__}: {error}")
         reports: list[tuple[float, int, bool, str] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(reports, report, group=self._world)
-        if error is not None and report is not None:
+        first_at, failed, iterator_ended, text = min(report for report in reports if report is not None)
+        if error is not None and report is not None and when <= first_at:
             raise error
-        _, failed, iterator_ended, text = min(report for report in reports if report is not None)
         message = f"rank {failed} failed while {doing}: {text}"
         if iterator_ended:
             raise StopIteration(message)
-        raise RankFailedError(message)
+        # An error of this rank after the first is most likely its consequence, and stays visible as the cause.
+        raise RankFailedError(message) from error
 
     def gather(self, value: object) -> list[Any]:
         """What every rank of the pipe has to say, in pipe order."""

@@ -221,7 +221,7 @@ class PRTPipelineEngine(PipelineEngine):
                 self._read_batch(pipe_schedule.micro_batches)
             except Exception as error:
                 failure = error
-            self._control.agree(failure, "reading a batch", time.time())
+            self._control.agree(failure, "reading a batch")
             handlers = self._INSTRUCTION_MAP
             closing = []
             for step in pipe_schedule.steps():
@@ -260,6 +260,8 @@ class PRTPipelineEngine(PipelineEngine):
         """Sum losses and list outputs in micro-batch order, whichever order they were computed in."""
         for _, (loss, additional) in sorted(self._losses.items(), key=lambda item: item[0]):
             self.fwd_outputs.append(loss)
+            if self._mode == "eval":
+                continue
             self.total_loss = _add(self.total_loss, loss)
             if additional is not None:
                 if self.total_additional_losses is None:
@@ -465,7 +467,10 @@ class PRTPipelineEngine(PipelineEngine):
                 pass  # poisoned as well; the failure that counts is known already
 
     def _discard_batch(self) -> None:
-        """Forget everything of a batch that failed: activations and gradients."""
+        """Forget everything of a batch that failed: activations, gradients and timers that still run."""
+        for timer in self.timers.timers.values():
+            if timer.started_:
+                timer.reset()
         for slots in self.pipe_buffers.values():
             slots[:] = [None] * len(slots)
         self._losses.clear()

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-TIMEOUT = 60.0
+TIMEOUT = float(os.environ.get("PRT_TEST_TIMEOUT", "120"))
 """Seconds after which a task counts as hung."""
 
 
@@ -42,7 +42,7 @@ class World:
         self._processes = []
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, self.size, port), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, self.size, port), daemon=False)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)

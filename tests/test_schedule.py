@@ -1,0 +1,233 @@
+"""PRTSchedule: a program as DeepSpeed instructions."""
+
+from collections import defaultdict
+
+import pytest
+from deepspeed.runtime.pipe import schedule as ds
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_prt.program.placement import Placement
+from deepspeed_prt.program.program import build, forward_only
+from deepspeed_prt.program.sources import program_from
+from deepspeed_prt.schedule import PRTSchedule
+
+from .program.common import programs
+
+SHORT = {"LoadMicroBatch": "Load", "ForwardPass": "F", "BackwardPass": "B", "SendActivation": "SEND_F",
+         "RecvActivation": "RECV_F", "SendGrad": "SEND_B", "RecvGrad": "RECV_B"}
+
+
+def written(schedule):
+    """Each step as text, the buffer in brackets; '-' where the rank is idle."""
+    return [" ".join(f"{i.stage}{SHORT[i.name]}{i.micro_batch}[{i.buffer_id}]" if i.name in SHORT else i.name
+                     for i in step) or "-" for step in schedule.steps()]
+
+
+END = "ReduceTiedGrads ReduceGrads OptimizerStep"
+
+
+def test_one_rank_one_micro_batch():
+    assert written(PRTSchedule(micro_batches=1, stages=1, stage_id=0)) == ["0Load0[0] 0F0[0]", "0B0[0]", END]
+
+
+def test_two_ranks():
+    assert written(PRTSchedule(micro_batches=2, stages=2, stage_id=0)) == [
+        "0Load0[0] 0F0[0] 0SEND_F0[0]",
+        "0RECV_B0[0] 0Load1[1] 0F1[1] 0SEND_F1[1]",
+        "-",
+        "0RECV_B1[1] 0B0[0]",
+        "-",
+        "0B1[1]",
+        END,
+    ]
+    assert written(PRTSchedule(micro_batches=2, stages=2, stage_id=1)) == [
+        "-",
+        "1RECV_F0[0] 1Load0[0] 1F0[0]",
+        "1RECV_F1[1] 1B0[0] 1SEND_B0[0]",
+        "1Load1[1] 1F1[1]",
+        "1B1[1] 1SEND_B1[1]",
+        "-",
+        END,
+    ]
+
+
+def test_reuse_in_a_wave():
+    # Both ends of the pipeline are on rank 0: it loads the inputs and the labels.
+    assert written(PRTSchedule(1, 2, 0, reuse=2, placement="wave")) == [
+        "3RECV_F0[0] 0Load0[1] 0F0[1] 0SEND_F0[1]",
+        "-",
+        "-",
+        "3Load0[0] 3F0[0]",
+        "0RECV_B0[1] 3B0[0] 3SEND_B0[0]",
+        "-",
+        "-",
+        "0B0[1]",
+        END,
+    ]
+    assert written(PRTSchedule(1, 2, 1, reuse=2, placement="wave")) == [
+        "-",
+        "1RECV_F0[0] 1F0[0]",
+        "2F0[1] 2SEND_F0[1]",
+        "-",
+        "-",
+        "2RECV_B0[1] 2B0[1]",
+        "1B0[0] 1SEND_B0[0]",
+        "-",
+        END,
+    ]
+
+
+def test_evaluation_reduces_nothing():
+    assert written(PRTSchedule(2, 2, 1, forward_only=True)) == [
+        "-",
+        "1RECV_F0[0] 1RECV_F1[1] 1Load0[0] 1F0[0]",
+        "1Load1[1] 1F1[1]",
+    ]
+
+
+def test_instructions_are_deepspeeds_and_print_like_them():
+    steps = list(PRTSchedule(micro_batches=1, stages=2, stage_id=0))
+    assert list(map(repr, steps[0])) == ["LoadMicroBatch(buffer_id=0, stage=0, micro_batch=0)",
+                                         "ForwardPass(buffer_id=0, stage=0, micro_batch=0)",
+                                         "SendActivation(buffer_id=0, stage=0, micro_batch=0)"]
+    kinds = [type(i).__mro__[1] for step in steps for i in step]
+    assert kinds[:3] == [ds.LoadMicroBatch, ds.ForwardPass, ds.SendActivation]
+    assert [type(i) for i in steps[-1]] == [ds.ReduceTiedGrads, ds.ReduceGrads, ds.OptimizerStep]
+
+
+def test_it_is_a_deepspeed_schedule():
+    schedule = PRTSchedule(micro_batches=4, stages=2, stage_id=1, reuse=2)
+    assert isinstance(schedule, ds.PipeSchedule)
+    assert (schedule.num_micro_batches, schedule.num_stages, schedule.stage) == (4, 2, 1)
+    assert list(map(repr, schedule)) == list(map(repr, schedule.steps())), "iterates, and from the start each time"
+    assert schedule.num_pipe_buffers() == schedule.program.num_slots(1)
+    assert [schedule.buffer_of(stage, 0) for stage in (1, 3)] == [schedule.program.slots[1][stage, 0]
+                                                                  for stage in (1, 3)]
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_that_is_none(rank):
+    with pytest.raises(ValueError, match=f"stage_id {rank} is not one of the 2 pipeline ranks"):
+        PRTSchedule(micro_batches=2, stages=2, stage_id=rank)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"schedule": "nothing"}, "unknown schedule 'nothing'"),
+    ({"placement": "spiral"}, "unknown placement 'spiral'"),
+    ({"reuse": 0}, "reuse .* at least 1, got 0"),
+    ({"reuse": 2, "schedule": "1f1b"}, "'1f1b' has one stage per rank"),
+    ({"max_in_flight": 0.5}, "max_in_flight 0.5 is too small"),
+    ({"micro_batches": 0}, "at least 1 micro-batch, got 0"),
+])
+def test_arguments_that_make_no_program(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        PRTSchedule(**{"micro_batches": 2, "stages": 2, "stage_id": 0, **arguments})
+
+
+def test_arguments_reach_the_program():
+    schedule = PRTSchedule(5, 3, 0, reuse=2, placement="wave", schedule="interleaved_1f1b", max_in_flight=2)
+    assert schedule.program == build("interleaved_1f1b", Placement("wave", 3, 2), 5, 2)
+    assert PRTSchedule(5, 3, 0, reuse=2, forward_only=True).program == forward_only(
+        build("auto", Placement("loop", 3, 2), 5))
+    program = program_from("gpipe", Placement("loop", 2, 2), 3)
+    assert PRTSchedule(3, 2, 1, program=program).program is program
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 7])
+def test_1f1b_computes_in_the_order_of_deepspeeds_own_schedule(ranks, micro_batches):
+    for rank in range(ranks):
+        def order(schedule):
+            return [i.name for step in schedule.steps() for i in step if i.name in ("ForwardPass", "BackwardPass")]
+
+        ours = PRTSchedule(micro_batches, ranks, rank, schedule="1f1b")
+        assert order(ours) == order(ds.TrainSchedule(micro_batches, ranks, rank))
+        assert ours.num_pipe_buffers() <= ds.TrainSchedule(micro_batches, ranks, rank).num_pipe_buffers() + 1
+        assert len(list(ours.steps())) == len(list(ds.TrainSchedule(micro_batches, ranks, rank).steps())) + 1
+
+
+def computes(step):
+    return [i for i in step if isinstance(i, ds.ForwardPass | ds.BackwardPass)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(programs(micro_batches=12), st.booleans())
+def test_steps_of_all_ranks(program, evaluates):
+    program = forward_only(program) if evaluates else program
+    p, m = program.placement.ranks, program.micro_batches
+    of_rank = [list(PRTSchedule(m, p, rank, program=program).steps()) for rank in range(p)]
+    assert len({len(steps) for steps in of_rank}) == 1, "all ranks have the same number of steps"
+    for rank, steps in enumerate(of_rank):
+        assert all(len(computes(step)) <= 1 for step in steps)
+        ends = [i.name for step in steps for i in step if not isinstance(i, ds.BufferOpInstruction)]
+        assert ends == ([] if evaluates else END.split())
+        assert evaluates or [i.name for i in steps[-1]] == END.split()
+        done = [(i.stage, "F" if i.name == "ForwardPass" else "B", i.micro_batch) for step in steps
+                for i in computes(step)]
+        assert done == list(program.compute_rows()[rank])
+        loads = [(i.stage, i.micro_batch) for step in steps for i in step if i.name == "LoadMicroBatch"]
+        outer = {stage for stage in (0, program.placement.stages - 1) if program.placement.rank_of(stage) == rank}
+        assert sorted(loads) == [(stage, micro_batch) for stage in sorted(outer) for micro_batch in range(m)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(programs(micro_batches=12), st.booleans())
+def test_a_barrier_may_stand_between_any_two_steps(program, evaluates):
+    # Executed step by step on buffers that hold names in the place of tensors; within a step nothing is delivered.
+    program = forward_only(program) if evaluates else program
+    p, route, last = program.placement.ranks, program.placement.route, program.placement.stages - 1
+    schedules = [PRTSchedule(program.micro_batches, p, rank, program=program) for rank in range(p)]
+    inputs = [[None] * schedule.num_pipe_buffers() for schedule in schedules]
+    outputs = [[None] * schedule.num_pipe_buffers() for schedule in schedules]
+    gradients = [{} for _ in range(p)]
+    delivered, posted = defaultdict(list), defaultdict(list)
+    place_of = [{} for _ in range(p)]
+
+    def message(rank, kind, i, source):
+        place = place_of[rank][kind, i.stage, i.micro_batch]
+        assert len(delivered[source, rank]) > place, f"rank {rank} waits for {i} in its step"
+        return delivered[source, rank][place]
+
+    for step in zip(*(schedule.steps() for schedule in schedules), strict=True):
+        sent = defaultdict(list)
+        for rank, instructions in enumerate(step):
+            for i in instructions:
+                if i.name in ("RecvActivation", "RecvGrad"):
+                    source = route[i.stage + (-1 if i.name == "RecvActivation" else 1)]
+                    place_of[rank][i.name, i.stage, i.micro_batch] = len(posted[source, rank])
+                    posted[source, rank].append(i)
+                elif i.name == "ForwardPass":
+                    if i.stage == 0:
+                        assert inputs[rank][i.buffer_id] == ("loaded", 0, i.micro_batch)
+                    elif route[i.stage - 1] != rank:
+                        arrived = message(rank, "RecvActivation", i, route[i.stage - 1])
+                        assert arrived == ("output", i.stage - 1, i.micro_batch)
+                    else:
+                        below = schedules[rank].buffer_of(i.stage - 1, i.micro_batch)
+                        assert outputs[rank][below] == ("output", i.stage - 1, i.micro_batch)
+                    if i.stage == last and last > 0:
+                        assert inputs[rank][i.buffer_id] == ("loaded", last, i.micro_batch)
+                    outputs[rank][i.buffer_id] = ("output", i.stage, i.micro_batch)
+                elif i.name == "BackwardPass":
+                    assert outputs[rank][i.buffer_id] == ("output", i.stage, i.micro_batch), "still held"
+                    if i.stage < last and route[i.stage + 1] != rank:
+                        arrived = message(rank, "RecvGrad", i, route[i.stage + 1])
+                        assert arrived == ("gradient", i.stage + 1, i.micro_batch)
+                    elif i.stage < last:
+                        assert gradients[rank].pop((i.stage + 1, i.micro_batch))
+                    gradients[rank][i.stage, i.micro_batch] = True
+                elif i.name == "LoadMicroBatch":
+                    inputs[rank][i.buffer_id] = ("loaded", i.stage, i.micro_batch)
+                elif i.name == "SendActivation":
+                    sent[rank, route[i.stage + 1]].append(outputs[rank][i.buffer_id])
+                elif i.name == "SendGrad":
+                    assert gradients[rank].pop((i.stage, i.micro_batch))
+                    sent[rank, route[i.stage - 1]].append(("gradient", i.stage, i.micro_batch))
+        for channel, messages in sent.items():
+            delivered[channel] += messages
+    assert {channel: len(messages) for channel, messages in delivered.items()} == {
+        channel: len(messages) for channel, messages in posted.items()}
+    if not evaluates:
+        assert all(set(left) == {(0, m) for m in range(program.micro_batches)} if rank == route[0] else not left
+                   for rank, left in enumerate(gradients)), "only the gradients of the first stage's inputs are left"

@@ -1,0 +1,707 @@
+"""Cases from people who use DeepSpeed pipelines; the numbers are those of the list the cases were collected in."""
+
+import copy
+import random
+import time
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import nn
+
+from . import training
+from .training import MICRO_BATCH, WIDTH, Block, assert_same, blocks, config, mse, vectors, weights
+from .workers import TaskFailed
+
+PLANS = pytest.mark.parametrize("prt", [{"reuse": 1}, {"reuse": 2}, {"reuse": 2, "placement": "wave"}],
+                                ids=["reuse1", "loop", "wave"])
+
+
+class Tuples(nn.Module):
+    """Applies a block to one member of a tuple and passes the others on."""
+
+    def __init__(self, index=0, dtype=torch.float32):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.index = index
+
+    def forward(self, inputs):
+        inputs = list(inputs)
+        inputs[self.index] = torch.tanh(self.linear(inputs[self.index]))
+        return tuple(inputs)
+
+
+class Only(nn.Module):
+    """Takes one member of a tuple, leaving the others unused."""
+
+    def __init__(self, index=0):
+        super().__init__()
+        self.index = index
+
+    def forward(self, inputs):
+        return inputs[self.index]
+
+
+class WithOnes(nn.Module):
+    """Returns (h, ones), where the ones need no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x)), torch.ones_like(x, requires_grad=False) * 2
+
+
+class Multiply(nn.Module):
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs):
+        x, factor = inputs
+        return torch.tanh(self.linear(x * factor)), factor
+
+
+class Twice(nn.Module):
+    """Returns two floats that both require a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = x[0] if isinstance(x, tuple) else x
+        h = torch.tanh(self.linear(x))
+        return h, h * 2
+
+
+class InPlace(nn.Module):
+    """Works in place on its input, which is the first thing of its stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(torch.tanh(x.mul_(0.5)))
+
+
+class Masked(nn.Module):
+    """(h, bool mask, int32 ids) in and out."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs):
+        h, mask, ids = inputs
+        assert mask.dtype == torch.bool and ids.dtype == torch.int32
+        h = self.linear(h).masked_fill(mask[:, 0, 0, :, None], 0.0) + ids[..., None].to(h.dtype) / 8
+        return torch.tanh(h), mask, ids
+
+
+class Nothing(nn.Module):
+    """A layer without parameters."""
+
+    def forward(self, x):
+        return torch.tanh(x)
+
+
+def take_first(outputs, labels):
+    return mse(outputs[0], labels)
+
+
+def labels_in_dict(outputs, labels):
+    return mse(outputs, labels["targets"])
+
+
+def labels_in_list(outputs, labels):
+    return mse(outputs * labels[1], labels[0])
+
+
+def with_metric(outputs, labels):
+    return mse(outputs, labels), (outputs - labels).abs().mean()
+
+
+def mixed_tuple(seed):
+    for x, y in vectors(seed):
+        yield (torch.arange(6).reshape(MICRO_BATCH, 3), x, torch.tensor([True, False]), x.double()), y
+
+
+def masked(seed, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    for x, y in vectors(seed):
+        mask = torch.rand(MICRO_BATCH, 1, 3, 3, generator=generator) < 0.3
+        yield (x.to(dtype), mask, torch.randint(4, (MICRO_BATCH, 3), generator=generator, dtype=torch.int32)), y
+
+
+def lists(seed):
+    for x, y in vectors(seed):
+        yield [x, x], [y, torch.full_like(y, 0.5)]
+
+
+def dict_labels(seed):
+    for x, y in vectors(seed):
+        yield x, {"targets": y}
+
+
+def varying(seed):
+    generator = torch.Generator().manual_seed(seed)
+    for length in [3, 5, 2, 4] * 50:
+        yield tuple(torch.randn(MICRO_BATCH, length, WIDTH, generator=generator) for _ in range(2))
+
+
+def short_last(seed):
+    generator = torch.Generator().manual_seed(seed)
+    for size in [4, 4, 2] * 50:
+        yield tuple(torch.randn(size, 3, WIDTH, generator=generator) for _ in range(2))
+
+
+CASES = {
+    # name: (layers, data, loss, module arguments)
+    "mixed_dtypes": (lambda: [LayerSpec(Tuples, 1) for _ in range(8)] + [LayerSpec(Only, 1)], mixed_tuple, mse, {}),
+    "mixed_dtypes_dynamic": (lambda: [LayerSpec(Tuples, 1) for _ in range(8)] + [LayerSpec(Only, 1)], mixed_tuple,
+                             mse, {"dynamic_shape": True}),
+    "float_without_gradient": (lambda: [LayerSpec(WithOnes)] + [LayerSpec(Multiply) for _ in range(7)], vectors,
+                               take_first, {}),
+    "unused_float": (lambda: [LayerSpec(Twice) for _ in range(8)], vectors, take_first, {}),
+    "in_place": (lambda: [LayerSpec(InPlace) for _ in range(8)], vectors, mse, {}),
+    "masks": (lambda: [LayerSpec(Masked) for _ in range(8)], masked, take_first, {}),
+    "lists": (lambda: [LayerSpec(Only)] + blocks(7), lists, labels_in_list, {}),
+    "dict_labels": (lambda: blocks(8), dict_labels, labels_in_dict, {}),
+    "varying_lengths": (lambda: blocks(8), varying, mse, {"dynamic_shape": True}),
+    "short_last": (lambda: blocks(8), short_last, mse, {"dynamic_shape": True}),
+    "parameterless": (lambda: [LayerSpec(Nothing), LayerSpec(Block), LayerSpec(Nothing), torch.tanh,
+                               LayerSpec(Nothing), LayerSpec(Block), LayerSpec(Nothing), LayerSpec(Nothing)],
+                      vectors, mse, {}),
+    "module_objects": (lambda: [Block() for _ in range(4)] + [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True),
+                                                                            Block())
+                                                              for _ in range(4)], vectors, mse, {}),
+    "modules_in_one": (lambda: nn.Sequential(*(Block() for _ in range(8))), vectors, mse, {}),
+    "two_layers": (lambda: blocks(2), vectors, mse, {}),
+    "three_layers": (lambda: [LayerSpec(nn.Linear, WIDTH, WIDTH), nn.Tanh(), LayerSpec(nn.Linear, WIDTH, WIDTH)],
+                     vectors, mse, {}),
+}
+
+
+def make(case, stages, **kwargs):
+    layers, _, loss_fn, module_arguments = CASES[case]
+    torch.manual_seed(1)
+    return PipelineModule(layers(), num_stages=stages, loss_fn=loss_fn, seed_layers=True,
+                          **{"partition_method": "uniform", **module_arguments, **kwargs})
+
+
+def on_ends(engine, iterator):
+    return iterator if engine.is_first_stage() or engine.is_last_stage() else None
+
+
+def run_case(case, stages, ds_config, steps=3):
+    engine, *_ = deepspeed.initialize(model=make(case, stages), config=copy.deepcopy(ds_config))
+    iterator = on_ends(engine, CASES[case][1](5))
+    losses = [engine.train_batch(iterator).item() for _ in range(steps)]
+    return {"losses": losses, "weights": weights(engine)}
+
+
+@PLANS
+@pytest.mark.parametrize("case", [name for name in CASES if not name.endswith("layers")])
+def test_equals_the_sequential_model(world, case, prt):
+    """Cases 1, 2, 3, 7, 8, 10, 11, 28 and others, some of which stop the stock engine."""
+    stock = world(1).run(run_case, case, 1, config(3))
+    assert_same(stock * 2, world(2).run(run_case, case, 2, config(3, prt=prt)), tolerance=1e-6)
+
+
+@pytest.mark.parametrize("case", ["two_layers", "three_layers"])
+@pytest.mark.parametrize("reuse", ["auto", 1])
+def test_fewer_layers_than_ranks(world, case, reuse):
+    """Case 28."""
+    stock = world(1).run(run_case, case, 1, config(3))
+    assert_same(stock * 3, world(3).run(run_case, case, 3, config(3, prt={"reuse": reuse})), tolerance=1e-6)
+
+
+def test_masks_in_bf16_on_four_ranks(world):
+    """Case 7."""
+    losses = world(4).run(bf16_masks, 4, {"reuse": 2})
+    stock = world(1).run(bf16_masks, 1, None)
+    assert losses[0] == pytest.approx(stock[0], rel=2e-2)
+    assert all(rank == losses[0] for rank in losses)
+
+
+def bf16_masks(stages, prt):
+    engine, *_ = deepspeed.initialize(model=make("masks", stages), config=config(3, prt=prt, bf16={"enabled": True}))
+    iterator = on_ends(engine, masked(5, torch.bfloat16))
+    return [engine.train_batch(iterator).item() for _ in range(3)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("placement", ["loop", "wave"])
+def test_all_sizes(world, ranks, placement):
+    """Case 31: v 1-3, gas 1..2p+1 against one rank."""
+    combinations = [(reuse, gas) for reuse in (1, 2, 3) for gas in range(1, 2 * ranks + 2, 1 + ranks // 3)]
+    ours = world(ranks).run(train_all, ranks, placement, combinations)
+    stock = world(1).run(train_all, 1, None, combinations)
+    for combination, losses, expected in zip(combinations, ours[0], stock[0], strict=True):
+        assert losses == pytest.approx(expected, rel=1e-6), combination
+
+
+def train_all(stages, placement, combinations):
+    results = []
+    for reuse, gas in combinations:
+        prt = None if placement is None else {"reuse": reuse, "placement": placement}
+        results.append(training.train("blocks", stages, config(gas, prt=prt), steps=2)["losses"])
+    return results
+
+
+@pytest.mark.parametrize("gas", [1, 2, 8])
+def test_gradients_are_those_of_the_sequential_model(world, gas):
+    """Case 34, and 35: two forwards of the last stage before its first backward."""
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+    stock = world(1).run(training.train, "blocks", 1, config(gas, **sgd), steps=1)
+    for schedule in ("auto", "gpipe"):
+        ours = world(2).run(training.train, "blocks", 2, config(gas, prt={"reuse": 3, "schedule": schedule}, **sgd),
+                            steps=1)
+        assert_same(stock * 2, ours, tolerance=1e-6)
+
+
+# Evaluation
+
+
+def evaluate(prt, model="blocks"):
+    """Cases 13, 14, 17, 18: evaluations of all kinds between training steps."""
+    engine, *_ = deepspeed.initialize(model=training.build(model, 2), config=config(3, prt=prt))
+    iterator = training.data(model, engine)
+    report = {"train": [], "eval": [], "lists": [], "logits": []}
+
+    class Counting:
+        """Counts what is read."""
+
+        def __init__(self, seed, size=MICRO_BATCH):
+            self.read = 0
+            self.generator = torch.Generator().manual_seed(seed)
+            self.size = size
+
+        def __next__(self):
+            self.read += 1
+            return tuple(torch.randn(self.size, 3, WIDTH, generator=self.generator) for _ in range(2))
+
+    for step, count in enumerate([None, 1, 2, 5]):
+        report["train"].append(engine.train_batch(iterator).item())
+        counter = Counting(step, size=4)
+        if prt is None:
+            engine.reset_activation_shape()
+        report["eval"].append(engine.eval_batch(counter, num_micro_batches=count).item())
+        if prt is None:
+            engine.reset_activation_shape()
+        assert counter.read == (3 if count is None else count)
+        engine.total_loss = None  # the stock engine adds logits to the last training loss
+        outputs = engine.eval_batch(Counting(step), compute_loss=False, reduce_output=None, num_micro_batches=count)
+        report["lists"].append(None if outputs is None else torch.stack(outputs))
+        loss, logits = engine.eval_batch(Counting(step), return_logits=True, num_micro_batches=count)
+        report["logits"].append((loss.item(), logits))
+        if prt:
+            training.clean(engine)
+    assert engine.global_steps == 4
+    return report
+
+
+@PLANS
+def test_evaluation_between_training(world, prt):
+    stock, ours = world(2).run(evaluate, None), world(2).run(evaluate, prt)
+    for expected, report in zip(stock, ours, strict=True):
+        assert report["train"] == expected["train"]
+        assert report["eval"] == expected["eval"]
+        for mine, theirs in zip(report["lists"], expected["lists"], strict=True):
+            assert (mine is None) == (theirs is None)
+            assert mine is None or torch.equal(mine, theirs)
+        for (loss, logits), (stock_loss, stock_logits) in zip(report["logits"], expected["logits"], strict=True):
+            assert loss == stock_loss
+            assert (logits is None) == (stock_logits is None)
+            assert logits is None or torch.equal(logits, stock_logits)
+
+
+def evaluate_metric(prt):
+    """Case 15."""
+    torch.manual_seed(1)
+    module = PipelineModule(blocks(8), num_stages=2, loss_fn=with_metric)
+    engine, *_ = deepspeed.initialize(model=module, config=config(2, prt=prt))
+    results = engine.eval_batch(on_ends(engine, vectors(3)), reduce_output=None, bcast_loss=False)
+    refused = None
+    try:
+        engine.train_batch(on_ends(engine, vectors(3)))
+    except Exception as error:
+        refused = f"{type(error).__name__}: {error}"
+    try:
+        engine.eval_batch(on_ends(engine, vectors(3)), reduce_output=None)
+    except ValueError as error:
+        hint = str(error)
+    return results, refused, hint
+
+
+@PLANS
+def test_a_loss_with_a_metric(world, prt):
+    reports = world(2).run(evaluate_metric, prt)
+    assert [len(pair) for pair in reports[1][0]] == [2, 2] and reports[0][0] is None
+    assert all("loss must be a scalar tensor" in refused for _, refused, _ in reports)
+    assert all("bcast_loss=False" in hint for _, _, hint in reports)
+
+
+# Data
+
+
+def iterator_ends(prt):
+    """Case 21."""
+    engine, *_ = deepspeed.initialize(model=training.build("blocks", 4), config=config(3, prt=prt))
+    source = vectors(3)
+    short = on_ends(engine, iter([next(source) for _ in range(4)]))
+    engine.train_batch(short)
+    try:
+        engine.train_batch(short)
+    except StopIteration as error:
+        caught = f"{error}"
+    before = weights(engine)
+    loss = engine.train_batch(on_ends(engine, vectors(3))).item()
+    after = weights(engine)
+    changed = all(not torch.equal(before[i][n], after[i][n]) for i in before for n in before[i])
+    return caught, loss, changed, engine.global_steps
+
+
+def test_the_iterator_ends_inside_a_batch(world):
+    reports = world(4).run(iterator_ends, {"reuse": 2})
+    assert len({loss for _, loss, _, _ in reports}) == 1
+    assert all(changed and steps == 2 for _, _, changed, steps in reports)
+    assert all("rank 0 failed while reading" in caught for caught, *_ in reports[1:3])
+
+
+class RandomDataset(torch.utils.data.Dataset):
+    """Draws from the global generator."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        x = torch.randn(3, WIDTH)
+        return x, x * random.random()
+
+
+def random_dataset(prt):
+    """Case 22."""
+    torch.manual_seed(1)
+    module = PipelineModule(blocks(8), num_stages=2, loss_fn=mse)
+    torch.manual_seed(5)
+    random.seed(5)
+    engine, _, loader, _ = deepspeed.initialize(model=module, config=config(3, prt=prt),
+                                                training_data=RandomDataset())
+    return [engine.train_batch().item() for _ in range(3)]
+
+
+@PLANS
+def test_a_dataset_that_draws_from_the_global_generator(world, prt):
+    assert world(2).run(random_dataset, prt) == world(2).run(random_dataset, None)
+
+
+def bad_batches(prt):
+    """Cases 9, 10 and 11 without dynamic_shape."""
+    outcomes = []
+    for source in (lambda: ((x, y, x, y) for x, y in vectors(3)), lambda: varying(3), lambda: short_last(3)):
+        engine, *_ = deepspeed.initialize(model=training.build("blocks", 2), config=config(3, prt=prt))
+        try:
+            outcomes.append(engine.train_batch(on_ends(engine, source())).item())
+        except Exception as error:
+            outcomes.append(f"{type(error).__name__}: {error}")
+    return outcomes
+
+
+@PLANS
+def test_shapes_that_change_without_dynamic_shape(world, prt):
+    for flat, lengths, short in world(2).run(bad_batches, prt):
+        assert flat == pytest.approx(world(2).run(flat_tuple_stock)[0])
+        assert "dynamic_shape" in lengths and "rank 0" in lengths or lengths.startswith("PRTError: stage 0")
+        assert "dynamic_shape" in short
+
+
+def flat_tuple_stock():
+    engine, *_ = deepspeed.initialize(model=training.build("blocks", 2), config=config(3))
+    return engine.train_batch(on_ends(engine, ((x, y, x, y) for x, y in vectors(3)))).item()
+
+
+# Failures
+
+
+class Failing(nn.Module):
+    """Raises in forward or backward of a micro-batch."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.where = where
+        self.calls = 0
+
+    def forward(self, x):
+        x = torch.tanh(self.linear(x))
+        if self.training:
+            self.calls += 1
+            if self.calls == 2 and self.where == "forward":
+                raise ZeroDivisionError("a bad layer")
+            if self.calls == 2 and self.where == "backward":
+                x.register_hook(self._fail)
+        return x
+
+    def _fail(self, gradient):
+        raise ZeroDivisionError("a bad layer")
+
+
+class FailingLoss:
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, outputs, labels):
+        self.calls += 1
+        if self.calls == 2:
+            raise ZeroDivisionError("a bad loss")
+        return mse(outputs, labels)
+
+
+def fail(where, prt, place):
+    """Case 62: the error, what follows when the script catches it, and that training goes on."""
+    torch.manual_seed(1)
+    layers = blocks(8)
+    if where != "loss":
+        layers[place] = LayerSpec(Failing, where)
+    module = PipelineModule(layers, num_stages=4, loss_fn=FailingLoss() if where == "loss" else mse, seed_layers=True,
+                            partition_method="uniform")
+    engine, *_ = deepspeed.initialize(model=module, config=config(4, prt=prt))
+    before = weights(engine)
+    started = time.monotonic()
+    try:
+        engine.train_batch(on_ends(engine, vectors(3)))
+        caught = "nothing"
+    except Exception as error:
+        caught = f"{type(error).__name__}: {error}"
+    training.clean(engine)
+    assert time.monotonic() - started < 30
+    after = weights(engine)
+    assert all(torch.equal(before[i][n], after[i][n]) for i in before for n in before[i])
+    assert all(p.grad is None for p in module.parameters())
+    return caught, [engine.train_batch(on_ends(engine, vectors(3))).item() for _ in range(2)]
+
+
+@PLANS
+@pytest.mark.parametrize(("where", "place"), [("forward", 0), ("forward", 5), ("backward", 2), ("loss", 7)])
+def test_one_rank_raises(world, prt, where, place):
+    reports = world(4).run(fail, where, prt, place)
+    own = [rank for rank, (caught, _) in enumerate(reports) if caught.startswith("ZeroDivisionError")]
+    assert len(own) == 1
+    for rank, (caught, _) in enumerate(reports):
+        assert rank in own or f"rank {own[0]} failed while computing" in caught and "ZeroDivisionError" in caught
+    assert len({tuple(losses) for _, losses in reports}) == 1
+
+
+class Sleepy(Block):
+    """Sleeps a random time, so that ranks drift apart in every way."""
+
+    def forward(self, x):
+        time.sleep(random.random() / 500)
+        return super().forward(x)
+
+
+def sleep(prt):
+    """Case 64."""
+    torch.manual_seed(1)
+    random.seed(torch.distributed.get_rank())
+    module = PipelineModule([LayerSpec(Sleepy if prt else Block) for _ in range(8)], num_stages=2, loss_fn=mse,
+                            seed_layers=True, partition_method="uniform")
+    engine, *_ = deepspeed.initialize(model=module, config=config(4, prt=prt))
+    iterator = on_ends(engine, vectors(3))
+    return {"losses": [engine.train_batch(iterator).item() for _ in range(50)], "weights": weights(engine)}
+
+
+@pytest.mark.parametrize("placement", ["loop", "wave"])
+def test_random_sleeps_race_nothing(world, placement):
+    assert_same(world(2).run(sleep, None), world(2).run(sleep, {"reuse": 2, "placement": placement}))
+
+
+# Tied weights, partition, compile
+
+
+def one_sided(prt, model_frozen=False):
+    """Case 37: a tied weight that only one side uses in a backward."""
+    torch.manual_seed(1)
+    layers = [TiedLayerSpec("t", nn.Linear, WIDTH, WIDTH), *blocks(6),
+              TiedLayerSpec("t", nn.Linear, WIDTH, WIDTH, forward_fn=lambda module, x: x + 1)]
+    module = PipelineModule(layers, num_stages=2, loss_fn=mse, seed_layers=True, partition_method="uniform")
+    engine, *_ = deepspeed.initialize(model=module, config=config(3, prt=prt))
+    iterator = on_ends(engine, vectors(3))
+    return {"losses": [engine.train_batch(iterator).item() for _ in range(3)], "weights": {}}
+
+
+@PLANS
+def test_a_tied_weight_used_on_one_side(world, prt):
+    """The stock engine deadlocks on two ranks."""
+    stock = world(1).run(one_sided, None)
+    assert_same(stock * 2, world(2).run(one_sided, prt), tolerance=1e-6)
+
+
+def tied_thrice(stages, prt):
+    """Case 39."""
+    torch.manual_seed(1)
+    layers = [LayerSpec(Block) if index % 2 else
+              TiedLayerSpec("t", nn.Linear, WIDTH, WIDTH, tied_weight_attr=["weight", "bias"]) for index in range(5)]
+    module = PipelineModule(layers, num_stages=stages, loss_fn=mse, seed_layers=True, partition_method="uniform")
+    engine, *_ = deepspeed.initialize(model=module, config=config(3, prt=prt))
+    iterator = on_ends(engine, vectors(3))
+    return {"losses": [engine.train_batch(iterator).item() for _ in range(3)], "weights": weights(engine)}
+
+
+@pytest.mark.parametrize(("ranks", "prt"), [(2, {"reuse": 2}), (2, {"reuse": 2, "placement": "wave"}),
+                                            (3, {"reuse": 1})])
+def test_one_key_on_three_layers(world, ranks, prt):
+    stock = world(1).run(tied_thrice, 1, None)
+    assert_same(stock * ranks, world(ranks).run(tied_thrice, ranks, prt), tolerance=1e-5)
+
+
+class TiedHead(nn.Module):
+    """A head with the embedding's weight and a bias of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(16, WIDTH))
+        self.bias = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        return x @ self.weight.t() + self.bias
+
+
+def tied_head(prt):
+    """Two classes of one key: on one rank the second must not become the first's module."""
+    torch.manual_seed(1)
+    layers = [TiedLayerSpec("t", nn.Embedding, 16, WIDTH), *blocks(6), TiedLayerSpec("t", TiedHead)]
+    module = PipelineModule(layers, num_stages=2, loss_fn=training.cross_entropy, seed_layers=True,
+                            partition_method="uniform")
+    engine, *_ = deepspeed.initialize(model=module, config=config(3, prt=prt))
+    iterator = on_ends(engine, training.tokens(3))
+    return {"losses": [engine.train_batch(iterator).item() for _ in range(5)], "weights": weights(engine)}
+
+
+@PLANS
+def test_a_tied_head_of_another_class(world, prt):
+    assert_same(world(2).run(tied_head, None), world(2).run(tied_head, prt))
+
+
+class OwnPartition(PipelineModule):
+    """Case 30: sets parts itself, for any number of stages."""
+
+    def _partition_layers(self, method="uniform"):
+        self.parts = [0] + [2 + stage * (len(self._layer_specs) - 2) // self.num_stages
+                            for stage in range(1, self.num_stages + 1)]
+        self.parts[-1] = len(self._layer_specs)
+        self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
+
+
+class TwoPartsOnly(PipelineModule):
+
+    def _partition_layers(self, method="uniform"):
+        self.parts = [0, 5, len(self._layer_specs)]
+        self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
+
+
+def own_partition(cls, prt):
+    torch.manual_seed(1)
+    module = cls(blocks(8), num_stages=2, loss_fn=mse, seed_layers=True)
+    engine, *_ = deepspeed.initialize(model=module, config=config(3, prt=prt))
+    assert isinstance(module, cls) and type(module).__name__ == cls.__name__ and engine.module is module
+    iterator = on_ends(engine, vectors(3))
+    return {"losses": [engine.train_batch(iterator).item() for _ in range(3)], "weights": weights(engine),
+            "parts": [int(part) for part in module.parts]}
+
+
+@pytest.mark.parametrize("cls", [OwnPartition, TwoPartsOnly])
+def test_a_subclass_with_its_own_partition(world, cls):
+    stock = world(2).run(own_partition, cls, None)
+    ours = world(2).run(own_partition, cls, {"reuse": 2, "partition": [0, 1, 3, 6, 8]})
+    assert_same(stock, ours)
+    assert ours[0]["parts"] == [0, 1, 3, 6, 8]
+    if cls is OwnPartition:
+        assert_same(stock, world(2).run(own_partition, cls, {"reuse": 2}))
+    else:
+        with pytest.raises(TaskFailed, match="TwoPartsOnly._partition_layers gave boundaries") as failure:
+            world(2).run(own_partition, cls, {"reuse": 2})
+        assert {name for name, _ in failure.value.errors.values()} == {"PRTConfigError"}
+
+
+def compiled(prt):
+    """Case 55."""
+    module = training.build("blocks", 2)
+    module.compile(backend="eager")
+    engine, *_ = deepspeed.initialize(model=module, config=config(3, prt=prt))
+    is_compiled = all(f._compiled_call_impl is not None for f in module.forward_funcs)
+    engine.compile(backend="eager")
+    iterator = training.data("blocks", engine)
+    losses = [engine.train_batch(iterator).item() for _ in range(2)]
+    torch.compiler.reset()
+    return {"losses": losses, "weights": weights(engine), "compiled": is_compiled}
+
+
+@PLANS
+def test_compiled_layers(world, prt):
+    ours = world(2).run(compiled, prt)
+    assert_same(world(2).run(compiled, None), ours)
+    assert all(report["compiled"] for report in ours)
+
+
+def checkpointing(prt, use_reentrant):
+    """Case 48: intervals that change between batches."""
+    module = training.build("dropout", 2, activation_checkpoint_interval=1)
+    engine, *_ = deepspeed.initialize(model=module,
+                                      config=config(3, prt=prt, pipeline={"use_reentrant": use_reentrant}))
+    iterator = training.data("dropout", engine)
+    losses = []
+    for interval in (0, 1, 2, 0):
+        module.set_checkpoint_interval(interval)
+        losses.append(engine.train_batch(iterator).item())
+    return {"losses": losses, "weights": weights(engine)}
+
+
+@PLANS
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoint_intervals_between_batches(world, prt, use_reentrant):
+    assert_same(world(2).run(checkpointing, None, use_reentrant), world(2).run(checkpointing, prt, use_reentrant))
+
+
+def profiled(prt):
+    """Case 56, and wall_clock_breakdown."""
+    more = {"flops_profiler": {"enabled": True, "profile_step": 2}}
+    return training.train("blocks", 2, config(3, prt=prt, **more), steps=3)
+
+
+@PLANS
+def test_flops_profiler(world, prt):
+    assert_same(world(2).run(profiled, None), world(2).run(profiled, prt))
+
+
+def live_tensors(prt, gas):
+    """Case 60: the most stage inputs alive at once, and nothing alive after the batch."""
+    import gc
+    module = training.build("blocks", 2)
+    engine, *_ = deepspeed.initialize(model=module, config=config(gas, prt=prt))
+    iterator = training.data("blocks", engine)
+    engine.train_batch(iterator)
+
+    def count():
+        gc.collect()
+        return sum(1 for item in gc.get_objects() if torch.is_tensor(item) and item.shape == (MICRO_BATCH, 3, WIDTH))
+
+    before = count()
+    for _ in range(3):
+        engine.train_batch(iterator)
+    return before, count(), engine.num_pipe_buffers
+
+
+@PLANS
+def test_no_live_activation_after_a_batch(world, prt):
+    for gas in (2, 6):
+        for before, after, buffers in world(2).run(live_tensors, prt, gas):
+            assert after <= before
+            assert buffers <= 2 * prt["reuse"] + 2
