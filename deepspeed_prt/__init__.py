@@ -16,7 +16,7 @@ _HOME = {"PRTPipelineEngine": "engine", "PRTPipelineModule": "module", "PRTSched
 
 
 def __getattr__(name: str) -> Any:
-    """Load public names on first use: torch imports this package at its own start, which has to cost next to nothing."""
+    """Load public names on first use: torch imports this package at its start, which has to cost next to nothing."""
     if name in _HOME:
         from importlib import import_module
         return getattr(import_module(f".{_HOME[name]}", __name__), name)

@@ -35,8 +35,8 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser(
         "plan", formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         help="make, verify and simulate a pipeline program",
-        description="Make, verify and simulate the program that a \"prt\" section would run, without any GPU. Times are "
-        "those of one micro-batch through all the stages of one rank.")
+        description="Make, verify and simulate the program that a \"prt\" section would run, without any GPU. "
+        "Times are those of one micro-batch through all the stages of one rank.")
     plan.set_defaults(run=_plan)
     plan.add_argument("--ranks", type=int, required=True, help="pipeline ranks p, one per GPU")
     plan.add_argument("--micro-batches", type=int, required=True,

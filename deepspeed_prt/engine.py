@@ -1,10 +1,11 @@
 """PRTPipelineEngine: executes a program on real tensors."""
 
+import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from deepspeed import set_optimizer_flags
@@ -22,7 +23,7 @@ from .client import ClientParameters
 from .clipping import clip_like_stock
 from .config import PRTConfig, read_section
 from .control import Control
-from .errors import PRTConfigError, PRTError
+from .errors import PoisonedMessage, PRTConfigError, PRTError
 from .migration import migrate
 from .module import PRTPipelineModule
 from .program.program import Program, forward_only
@@ -31,7 +32,10 @@ from .program.sources import program_from
 from .schedule import PRTSchedule
 from .tied import add_shared_gradients, reduce_tied_gradients
 
-Tensors = torch.Tensor | tuple[torch.Tensor, ...]
+_LAYOUT = "prt_layout"
+"""The key of a checkpoint under which each rank's layers stand."""
+
+Tensors: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
 
 
 class _Output(NamedTuple):
@@ -51,6 +55,9 @@ class PRTPipelineEngine(PipelineEngine):
         PRTConfigError: the section asks for what cannot be done; on every rank, before any layer moves.
     """
 
+    fwd_outputs: list[Any]
+    total_loss: Any
+    total_additional_losses: Any
     _active_stage: int | None = None
     _last_stage_rank: int | None = None
 
@@ -375,16 +382,13 @@ class PRTPipelineEngine(PipelineEngine):
             return
         if self.using_bf16_optimizer:
             self.optimizer.clear_lp_grads(set_to_none=True)
-        # The hooks that DeepSpeed put on the outputs run the optimizer's prologue; the epilogue is ours to run.
+        # The hooks that DeepSpeed put on the outputs run the prologue; the epilogue is ours to run.
         self._running_engine_backward = True
         try:
             torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
         finally:
             self._running_engine_backward = False
-        if self.using_bf16_optimizer and not self._config.bfloat16_config.immediate_grad_update:
-            self.optimizer.update_hp_grads(clear_lp_grads=False)
-        if isinstance(self.optimizer, ZeROOptimizer):
-            self.optimizer.exit_backward()
+        self._backward_epilogue()
 
     @contextmanager
     def _separate_gradients(self, stage: int) -> Iterator[None]:
@@ -428,6 +432,47 @@ class PRTPipelineEngine(PipelineEngine):
         """Clip by the norm that the stock engine uses."""
         clip_like_stock(self.module, self.gradient_clipping(), self.mpu)
 
+    # Checkpoints
+
+    def save_checkpoint(self, save_dir: str, tag: Any = None, client_state: dict[str, Any] | None = None,
+                        save_latest: bool = True, exclude_frozen_parameters: bool = False) -> bool:
+        """Save; the files are the stock engine's. Which rank holds which layers is noted beside the optimizer state."""
+        return super().save_checkpoint(save_dir, tag, {**(client_state or {}), _LAYOUT: self.module.layout()},
+                                       save_latest, exclude_frozen_parameters)
+
+    def load_checkpoint(self, load_dir: str, tag: Any = None, load_module_strict: bool = True,
+                        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True,
+                        load_module_only: bool = False, custom_load_fn: Any = None) -> tuple[Any, Any]:
+        """Load a checkpoint of any layout; optimizer state only where every rank had the layers it has now.
+
+        Raises:
+            PRTError: optimizer state was asked for, but belongs to other layers; on every rank, nothing is loaded.
+        """
+        self._wants_optimizer_states = load_optimizer_states and not load_module_only
+        path, client_state = super().load_checkpoint(load_dir, tag, load_module_strict, load_optimizer_states,
+                                                     load_lr_scheduler_states, load_module_only, custom_load_fn)
+        if client_state is not None:
+            client_state.pop(_LAYOUT, None)
+        return path, client_state
+
+    def load_module_state_dict(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Called between reading a checkpoint and loading the optimizer state in it."""
+        error = None
+        if self._wants_optimizer_states and self.optimizer is not None:
+            parts = self.module.rank_parts
+            stock = [list(range(start, stop)) for start, stop in itertools.pairwise(parts)]
+            saved = checkpoint.get(_LAYOUT, stock if checkpoint["mp_world_size"] == self.mp_world_size else None)
+            mine = self.module.layout()
+            if saved != mine:
+                rank = self.stage_id
+                theirs = "another number of ranks" if saved is None or len(saved) != len(mine) \
+                    else f"layers {saved[rank]} on rank {rank}"
+                error = PRTError(f"the checkpoint's optimizer state is of {theirs}, but rank {rank} now holds layers "
+                                 f"{mine[rank]}; load it with the reuse, placement and ranks it was saved with, or "
+                                 "pass load_optimizer_states=False to load_checkpoint")
+        self._control.agree(error, "loading a checkpoint")
+        super().load_module_state_dict(checkpoint, *args, **kwargs)
+
     # A batch that failed
 
     def _finish_without_computing(self, instruction: ds.BufferOpInstruction) -> None:
@@ -461,10 +506,9 @@ class PRTPipelineEngine(PipelineEngine):
 
     def _absorb(self, message: Any, source_stage: int) -> None:
         if isinstance(message, Receive) and not message.poisoned:
-            try:
+            # It may be poisoned as well; the failure that counts is known already.
+            with suppress(PoisonedMessage):
                 self._channels.wait(message, self.placement.rank_of(source_stage))
-            except PRTError:
-                pass  # poisoned as well; the failure that counts is known already
 
     def _discard_batch(self) -> None:
         """Forget everything of a batch that failed: activations, gradients and timers that still run."""

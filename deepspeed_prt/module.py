@@ -36,6 +36,14 @@ class PRTPipelineModule(PipelineModule):
 
     placement: Placement
     layer_ids: list[int]
+    parts: list[int]
+    forward_funcs: list[Any]
+    is_checkpointable_results: list[bool]
+    is_checkpointable_results_interval: int | None
+    seed_layers: bool
+    micro_offset: int
+    _local_start: int
+    _local_stop: int
 
     def __init__(self, layers: Any, *args: Any, reuse: int | str = "auto", placement: str = "loop",
                  partition: list[int] | None = None, **kwargs: Any) -> None:
@@ -76,6 +84,11 @@ class PRTPipelineModule(PipelineModule):
             self.layer_ids += range(parts[stage], parts[stage + 1])
             self._ranges[stage] = (start, len(self.layer_ids))
         self._set_bounds(0, len(self.layer_ids))
+
+    def layout(self) -> list[list[int]]:
+        """The layers of each pipeline rank, in the order it holds them."""
+        return [[layer for stage in self.placement.stages_of(rank)
+                 for layer in range(self.parts[stage], self.parts[stage + 1])] for rank in range(self.placement.ranks)]
 
     def stage_of(self, layer_idx: int) -> int:
         """The stage that holds a layer."""
@@ -131,7 +144,7 @@ class PRTPipelineModule(PipelineModule):
             micro_offset: how many micro-batches came before this one, which seeds the layers under ``seed_layers``.
         """
         saved = self.forward_funcs, self._local_start, self._local_stop, self.is_checkpointable_results
-        seed_layers = self.seed_layers
+        seed_layers, saved_offset = self.seed_layers, self.micro_offset
         start, stop = self._ranges[stage]
         functions = self.forward_funcs[start:stop]
         if seed_layers:
@@ -147,7 +160,7 @@ class PRTPipelineModule(PipelineModule):
             yield
         finally:
             self.forward_funcs, self._local_start, self._local_stop, self.is_checkpointable_results = saved
-            self.seed_layers = seed_layers
+            self.seed_layers, self.micro_offset = seed_layers, saved_offset
 
     def _seed_and_call(self, function: Any, layer_id: int, micro_offset: int, inputs: Any) -> Any:
         """Run a layer with the seed that PipelineModule.forward() gives it with one stage a rank.
@@ -187,7 +200,8 @@ class PRTPipelineModule(PipelineModule):
 
     def parameters_of_first_rank(self) -> list[torch.nn.Parameter]:
         """This rank's parameters that the pipe's first rank would hold with one stage a rank."""
-        layered, first = set(), []
+        layered: set[int] = set()
+        first: list[torch.nn.Parameter] = []
         for layer_id, function in zip(self.layer_ids, self.forward_funcs, strict=True):
             layer = function.args[0] if isinstance(function, partial) else function
             if isinstance(layer, torch.nn.Module):

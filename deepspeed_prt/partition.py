@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 from collections.abc import Sequence
 
 from deepspeed.runtime.pipe.module import PipelineModule
@@ -40,7 +41,7 @@ def plan_stages(module: PipelineModule, ranks: int, reuse: int | str, placement:
         for candidate in range(1, max(layers // ranks, 1) + 1):
             route = Placement(placement, ranks, candidate)
             boundaries = cut(module, partition, route.stages)
-            if candidate == 1 or all(a < b for a, b in zip(boundaries, boundaries[1:], strict=False)):
+            if candidate == 1 or all(a < b for a, b in itertools.pairwise(boundaries)):
                 plans.append((_heaviest_rank(module, partition, route, boundaries), route, boundaries))
         best = min(weight for weight, _, _ in plans)
         _, route, boundaries = [plan for plan in plans if plan[0] <= IMBALANCE * best][-1]

@@ -163,7 +163,8 @@ def _unpicklable(module):
     return _loaded(module)
 
 
-PREPARATIONS = [_generator, _lazy, _list, _groups, _optimizer, _callable, _callable_and_groups, _only_some, _frozen, _loaded, _adapted, _unpicklable]
+PREPARATIONS = [_generator, _lazy, _list, _groups, _optimizer, _callable, _callable_and_groups, _only_some, _frozen,
+                _loaded, _adapted, _unpicklable]
 
 
 @BOTH

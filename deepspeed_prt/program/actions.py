@@ -18,7 +18,7 @@ RECV_B: Final = "RECV_B"
 
 COMPUTE_KINDS: Final[frozenset[str]] = frozenset({"F", "B", "I", "W"})
 
-_PATTERN = re.compile(rf"(\d+)({'|'.join(sorted(get_args(Kind), key=len, reverse=True))})(\d+)")
+_PATTERN = re.compile(rf"(0|[1-9][0-9]*)({'|'.join(get_args(Kind))})(0|[1-9][0-9]*)")
 
 
 class Action(NamedTuple):

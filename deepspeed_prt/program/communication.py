@@ -5,43 +5,41 @@ a send never waits for anything; the receiver posts its receives in that same or
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from .actions import BACKWARD, FORWARD, RECV_B, RECV_F, SEND_B, SEND_F, Action, Kind, Row
+from .errors import ProgramError
 from .placement import Placement
 
 LOOKAHEAD = 1
 """How many compute actions before its use a receive is posted: one hides the transfer behind the rank's work."""
 
 
-class Message(NamedTuple):
-    """What travels when one stage hands a micro-batch to the next (``F``) or a gradient to the one before (``B``)."""
-
-    send: Action
-    recv: Action
-    source: int
-    target: int
-
-
-def message_of(action: Action, placement: Placement) -> Message:
-    """The message that a SEND or RECV action is one end of."""
-    stage, kind, micro_batch = action
-    forward = kind in (SEND_F, RECV_F)
-    step = 1 if forward else -1
-    sender = stage if kind in (SEND_F, SEND_B) else stage - step
-    receiver = sender + step
-    send_kind, recv_kind = (SEND_F, RECV_F) if forward else (SEND_B, RECV_B)
-    return Message(Action(sender, send_kind, micro_batch), Action(receiver, recv_kind, micro_batch),
-                   placement.rank_of(sender), placement.rank_of(receiver))
+_PEERS: dict[str, tuple[int, Kind]] = {
+    SEND_F: (1, RECV_F),
+    RECV_F: (-1, SEND_F),
+    SEND_B: (-1, RECV_B),
+    RECV_B: (1, SEND_B),
+}
 
 
-def outgoing(action: Action, placement: Placement) -> Message | None:
-    """The message that a compute action has to send when it is done, if its result goes to another rank."""
+def counterpart(action: Action) -> Action:
+    """The RECV that a SEND is for, or the SEND that a RECV waits for."""
+    step, kind = _PEERS[action.kind]
+    return Action(action.stage + step, kind, action.micro_batch)
+
+
+def peer_of(action: Action, placement: Placement) -> int:
+    """The rank at the other end of a SEND or RECV."""
+    return placement.route[action.stage + _PEERS[action.kind][0]]
+
+
+def outgoing(action: Action, placement: Placement) -> Action | None:
+    """The SEND that follows a compute action, if its result goes to another rank."""
     stage, kind, micro_batch = action
     if kind == FORWARD and placement.is_remote(stage + 1):
-        return message_of(Action(stage, SEND_F, micro_batch), placement)
+        return Action(stage, SEND_F, micro_batch)
     if kind == BACKWARD and placement.is_remote(stage):
-        return message_of(Action(stage, SEND_B, micro_batch), placement)
+        return Action(stage, SEND_B, micro_batch)
     return None
 
 
@@ -66,13 +64,22 @@ def add_communication(rows: Sequence[Row], placement: Placement) -> tuple[Row, .
 
     A send follows the action that produces it. A receive is posted ``LOOKAHEAD`` compute actions before its use, moved
     earlier where the channel's order asks for it, and never before the rank has run the forward whose gradient comes.
+
+    Raises:
+        ProgramError: there is not one row per rank, or an action of a stage that does not exist.
     """
-    channels: dict[tuple[int, int], list[Action]] = {}
-    for row in rows:
+    if len(rows) != placement.ranks:
+        raise ProgramError(f"a program for {placement.ranks} ranks has {len(rows)} rows; write one row per rank")
+    for rank, row in enumerate(rows):
         for action in row:
-            message = outgoing(action, placement)
-            if message is not None:
-                channels.setdefault((message.source, message.target), []).append(message.recv)
+            if not 0 <= action.stage < placement.stages:
+                raise ProgramError(f"rank {rank}: {action} is out of range; stages are 0..{placement.stages - 1}")
+    channels: dict[tuple[int, int], list[Action]] = {}
+    for source, row in enumerate(rows):
+        for action in row:
+            send = outgoing(action, placement)
+            if send is not None:
+                channels.setdefault((source, peer_of(send, placement)), []).append(counterpart(send))
 
     posts: list[dict[int, list[tuple[int, Action]]]] = [{} for _ in rows]
     positions = [{action: index for index, action in enumerate(row)} for row in rows]
@@ -95,11 +102,13 @@ def add_communication(rows: Sequence[Row], placement: Placement) -> tuple[Row, .
         complete: list[Action] = []
         for index, action in enumerate(row):
             if index in posted:
-                complete += (recv for _, recv in _by_use(posted[index], placement))
+                receives_here = posted[index]
+                complete += (recv for _, recv in
+                             (receives_here if len(receives_here) == 1 else _by_use(receives_here, placement)))
             complete.append(action)
-            message = outgoing(action, placement)
-            if message is not None:
-                complete.append(message.send)
+            send = outgoing(action, placement)
+            if send is not None:
+                complete.append(send)
         result.append(tuple(complete))
     return tuple(result)
 
@@ -108,7 +117,7 @@ def _by_use(receives: list[tuple[int, Action]], placement: Placement) -> list[tu
     """Receives posted together, the one used first first, as far as each channel's order allows."""
     queues: dict[int, list[tuple[int, Action]]] = {}
     for item in receives:
-        queues.setdefault(message_of(item[1], placement).source, []).append(item)
+        queues.setdefault(peer_of(item[1], placement), []).append(item)
     merged = []
     while queues:
         source = min(queues, key=lambda key: queues[key][0][0])

@@ -20,9 +20,13 @@ def read_rows(path: Path) -> tuple[Row, ...]:
     Raises:
         ValueError: a cell is not an action; the message names the line.
     """
+    if not path.is_file():
+        raise ValueError(f"there is no CSV file {str(path)!r}")
     rows = []
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
         for line, cells in enumerate(csv.reader(file), start=1):
+            if not cells:
+                continue
             try:
                 rows.append(tuple(parse(cell.strip()) for cell in cells if cell.strip()))
             except ValueError as error:

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
 
-PlacementName = Literal["loop", "wave"]
+PLACEMENTS = ("loop", "wave")
 
 
 @dataclass(frozen=True)
@@ -18,19 +17,19 @@ class Placement:
         ValueError: an unknown name, or fewer than one rank or stage.
     """
 
-    name: PlacementName
+    name: str
     ranks: int
     reuse: int
 
     def __post_init__(self) -> None:
-        if self.name not in get_args(PlacementName):
-            raise ValueError(f"unknown placement {self.name!r}: use one of {', '.join(get_args(PlacementName))}")
+        if self.name not in PLACEMENTS:
+            raise ValueError(f"unknown placement {self.name!r}: use one of {', '.join(PLACEMENTS)}")
         if self.ranks < 1:
             raise ValueError(f"a pipeline needs at least 1 rank, got {self.ranks}")
         if self.reuse < 1:
             raise ValueError(f"reuse is the number of stages per rank and must be at least 1, got {self.reuse}")
 
-    @property
+    @cached_property
     def stages(self) -> int:
         """The number of stages the model is cut into, p*v."""
         return self.ranks * self.reuse
@@ -50,6 +49,10 @@ class Placement:
             stages[rank].append(stage)
         return tuple(map(tuple, stages))
 
+    @cached_property
+    def _remote(self) -> tuple[bool, ...]:
+        return (False, *(below != above for below, above in zip(self.route, self.route[1:], strict=False)))
+
     def rank_of(self, stage: int) -> int:
         """The rank that runs ``stage``."""
         return self.route[stage]
@@ -60,4 +63,4 @@ class Placement:
 
     def is_remote(self, stage: int) -> bool:
         """Whether the boundary below ``stage`` (between stage - 1 and stage) joins two ranks."""
-        return 0 < stage < self.stages and self.route[stage - 1] != self.route[stage]
+        return 0 < stage < self.stages and self._remote[stage]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .actions import SEND_B, SEND_F, Action
-from .communication import incoming, message_of
+from .communication import counterpart, incoming, peer_of
 from .placement import Placement
 from .program import Program
 
@@ -94,12 +94,12 @@ def simulate(program: Program, costs: Costs) -> Timeline:
         while index < len(row):
             action = row[index]
             kind = action.kind
-            if kind == SEND_F or kind == SEND_B:
-                message = message_of(action, placement)
-                arrival[message.recv] = now + costs.latency
-                messages[rank, message.target] += 1
-                if message.recv in waiting:
-                    runnable.append(waiting.pop(message.recv))
+            if kind in (SEND_F, SEND_B):
+                arrived = counterpart(action)
+                arrival[arrived] = now + costs.latency
+                messages[rank, peer_of(action, placement)] += 1
+                if arrived in waiting:
+                    runnable.append(waiting.pop(arrived))
             elif action.is_compute:
                 recv = incoming(action, placement)
                 start = now

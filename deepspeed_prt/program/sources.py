@@ -1,9 +1,10 @@
 """Where a schedule comes from: a name, a CSV file, or a function of the user's."""
 
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from .actions import Action, parse
+from .actions import Action, Row, parse, parse_row
 from .csv_format import from_csv
 from .placement import Placement
 from .program import Program, build, complete, default_cap
@@ -29,26 +30,34 @@ def program_from(schedule: str, placement: Placement, micro_batches: int,
         program = from_csv(Path(schedule), placement, micro_batches, max_in_flight)
     elif ":" in schedule:
         cap = default_cap(schedule, placement.ranks, micro_batches) if max_in_flight is None else max_in_flight
-        rows = _load(schedule)(placement, micro_batches, cap)
-        program = complete(schedule, [tuple(map(_action, row)) for row in rows], placement, micro_batches, cap)
+        rows = _rows(schedule, _load(schedule)(placement, micro_batches, cap))
+        program = complete(schedule, rows, placement, micro_batches, cap)
     else:
         program = build(schedule, placement, micro_batches, max_in_flight)
     verify(program)
     return program
 
 
-def _action(item: Action | str) -> Action:
-    return parse(item) if isinstance(item, str) else Action(*item)
+def _rows(schedule: str, returned: object) -> list[Row]:
+    """What a user's function returned, as rows.
+
+    Raises:
+        ValueError: it is not one row of actions or strings per rank.
+    """
+    try:
+        return [tuple(parse(item) if isinstance(item, str) else Action(*item) for item in row)
+                if not isinstance(row, str) else parse_row(row) for row in returned]  # type: ignore[attr-defined]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"schedule {schedule!r} has to return one row of actions per rank, like "
+                         f"[\"0F0 0B0\", \"1F0 1B0\"]: {error}") from error
 
 
-def _load(path: str):  # type: ignore[no-untyped-def]  # whatever the user wrote
+def _load(path: str) -> Callable[[Placement, int, float], object]:
     module_name, _, function_name = path.partition(":")
     try:
         function = getattr(import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"schedule {path!r} cannot be loaded: {error}; write \"package.module:function\"") from error
     if not callable(function):
-        raise ValueError(f"schedule {path!r} is a {type(function).__name__}, not a function")
-    return function
-
-
+        raise ValueError(f"schedule {path!r} is of type {type(function).__name__}, not a function")
+    return function  # type: ignore[no-any-return]  # whatever the user wrote

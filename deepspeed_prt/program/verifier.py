@@ -6,16 +6,16 @@ no rank holds more activations than the cap.
 """
 
 from collections import Counter, deque
+from collections.abc import Iterator
 
-from .actions import BACKWARD, FORWARD, RECV_B, SEND_B, SEND_F, Action, Row
-from .communication import Message, incoming, message_of, outgoing
+from .actions import BACKWARD, FORWARD, RECV_B, RECV_F, SEND_B, SEND_F, Action, Kind, Row
+from .communication import counterpart, incoming, outgoing, peer_of
+from .errors import ProgramError
 from .placement import Placement
 from .program import Program
 from .slots import lifetimes
 
-
-class ProgramError(ValueError):
-    """A program that must not run; the message names the action and the rank."""
+_KNOWN: tuple[Kind, ...] = (FORWARD, BACKWARD, SEND_F, RECV_F, SEND_B, RECV_B)
 
 
 def verify(program: Program) -> None:
@@ -25,10 +25,15 @@ def verify(program: Program) -> None:
         ProgramError: the first fault found.
     """
     placement = program.placement
-    if len(program.rows) != placement.ranks:
-        raise ProgramError(f"a program for {placement.ranks} ranks has {len(program.rows)} rows; write one row per rank")
+    for parts, what in ((program.rows, "rows"), (program.slots, "slot maps")):
+        if len(parts) != placement.ranks:
+            raise ProgramError(f"a program for {placement.ranks} ranks has {len(parts)} {what}; "
+                               "write one row per rank")
     for rank, row in enumerate(program.rows):
         _check_actions(row, rank, program)
+    for rank, row in enumerate(program.rows):
+        _check_complete(row, rank, program)
+    for rank, row in enumerate(program.rows):
         _check_local_order(row, rank, placement)
     _check_channels(program)
     _check_no_cycle(program)
@@ -41,9 +46,12 @@ def verify(program: Program) -> None:
 
 
 def _check_actions(row: Row, rank: int, program: Program) -> None:
-    """Every action is in range, on its rank, there once, and none is missing."""
+    """Every action is in range, on its rank and there once; every message crosses ranks; no compute is missing."""
     placement = program.placement
     for action in row:
+        if action.kind not in _KNOWN:
+            raise ProgramError(f"rank {rank}: {action} is of a kind that programs do not have yet; "
+                               f"the kinds are {', '.join(_KNOWN)}")
         if not 0 <= action.stage < placement.stages:
             raise ProgramError(f"rank {rank}: {action} is out of range; stages are 0..{placement.stages - 1}")
         if not 0 <= action.micro_batch < program.micro_batches:
@@ -52,27 +60,38 @@ def _check_actions(row: Row, rank: int, program: Program) -> None:
         if placement.rank_of(action.stage) != rank:
             raise ProgramError(f"rank {rank}: {action} belongs to rank {placement.rank_of(action.stage)} "
                                f"in placement '{placement.name}'")
+        if not action.is_compute and not _crosses_ranks(action, placement):
+            raise ProgramError(f"rank {rank}: {action} is unmatched; that boundary does not join two ranks")
     present = set(row)
     if len(present) < len(row):
         action = next(action for action, count in Counter(row).items() if count > 1)
         raise ProgramError(f"rank {rank}: duplicate {action}")
-    kinds = (FORWARD, BACKWARD) if program.has_backward else (FORWARD, )
-    for stage in placement.stages_of(rank):
-        for micro_batch in range(program.micro_batches):
-            for kind in kinds:
-                action = Action(stage, kind, micro_batch)
-                if action not in present:
-                    raise ProgramError(f"rank {rank}: {action} is missing")
-                message = outgoing(action, placement)
-                if message is not None and message.send not in present:
-                    if kind == FORWARD or program.has_backward:
-                        raise ProgramError(f"rank {rank}: {message.send} is missing")
-                recv = incoming(action, placement)
-                if recv is not None and recv not in present:
-                    raise ProgramError(f"rank {rank}: {recv} is missing")
+    kinds = _compute_kinds(program)
+    computes = sum(action.is_compute for action in row)
+    if computes < len(kinds) * placement.reuse * program.micro_batches:
+        missing = next(action for action in _expected(rank, program) if action not in present)
+        raise ProgramError(f"rank {rank}: {missing} is missing")
+
+
+def _check_complete(row: Row, rank: int, program: Program) -> None:
+    """Every compute action has its messages."""
+    present = set(row)
     for action in row:
-        if not action.is_compute and not _crosses_ranks(action, placement):
-            raise ProgramError(f"rank {rank}: {action} is unmatched; that boundary does not join two ranks")
+        for message in (outgoing(action, program.placement), incoming(action, program.placement)):
+            if message is not None and message not in present:
+                raise ProgramError(f"rank {rank}: {message} is missing")
+
+
+def _compute_kinds(program: Program) -> tuple[Kind, ...]:
+    return (FORWARD, BACKWARD) if program.has_backward else (FORWARD, )
+
+
+def _expected(rank: int, program: Program) -> Iterator[Action]:
+    """The compute actions that a rank has to have."""
+    for stage in program.placement.stages_of(rank):
+        for micro_batch in range(program.micro_batches):
+            for kind in _compute_kinds(program):
+                yield Action(stage, kind, micro_batch)
 
 
 def _crosses_ranks(action: Action, placement: Placement) -> bool:
@@ -115,23 +134,24 @@ def _local_needs(action: Action, placement: Placement) -> list[Action]:
 
 def _check_channels(program: Program) -> None:
     """Both ends of a channel list the same messages in the same order."""
-    sent: dict[tuple[int, int], list[Message]] = {}
-    received: dict[tuple[int, int], list[Message]] = {}
-    for row in program.rows:
+    sent: dict[tuple[int, int], list[Action]] = {}
+    received: dict[tuple[int, int], list[Action]] = {}
+    for rank, row in enumerate(program.rows):
         for action in row:
-            if not action.is_compute:
-                message = message_of(action, program.placement)
-                side = sent if action.kind in (SEND_F, SEND_B) else received
-                side.setdefault((message.source, message.target), []).append(message)
+            if action.kind in (SEND_F, SEND_B):
+                sent.setdefault((rank, peer_of(action, program.placement)), []).append(action)
+            elif not action.is_compute:
+                received.setdefault((peer_of(action, program.placement), rank), []).append(action)
     for channel in sorted(sent.keys() | received.keys()):
         sends, receives = sent.get(channel, []), received.get(channel, [])
         where = f"channel from rank {channel[0]} to rank {channel[1]}"
-        for message in sorted(set(sends) ^ set(receives)):
-            lonely, other = (message.send, message.recv) if message in sends else (message.recv, message.send)
-            raise ProgramError(f"{where}: {lonely} is unmatched, there is no {other}")
+        matched = {counterpart(send) for send in sends}
+        for lonely in sorted(matched ^ set(receives)):
+            action = lonely if lonely in receives else counterpart(lonely)
+            raise ProgramError(f"{where}: {action} is unmatched, there is no {counterpart(action)}")
         for index, (send, recv) in enumerate(zip(sends, receives, strict=True)):
-            if send != recv:
-                raise ProgramError(f"{where}: message {index} is sent by {send.send} but received by {recv.recv}; "
+            if counterpart(send) != recv:
+                raise ProgramError(f"{where}: message {index} is sent by {send} but received by {recv}; "
                                    "both sides need one order")
 
 
@@ -146,15 +166,16 @@ def _check_no_cycle(program: Program) -> None:
         row = program.rows[rank]
         while position[rank] < len(row):
             action = row[position[rank]]
-            recv = incoming(action, program.placement)
-            if recv is not None and recv not in sent:
-                waiting[recv] = rank
-                break
             if action.kind in (SEND_F, SEND_B):
-                arrived = message_of(action, program.placement).recv
+                arrived = counterpart(action)
                 sent.add(arrived)
                 if arrived in waiting:
                     runnable.append(waiting.pop(arrived))
+            elif action.is_compute:
+                recv = incoming(action, program.placement)
+                if recv is not None and recv not in sent:
+                    waiting[recv] = rank
+                    break
             position[rank] += 1
     if waiting:
         raise ProgramError("the ranks wait for each other in a cycle: " + _describe_cycle(program, position))
@@ -166,19 +187,23 @@ def _describe_cycle(program: Program, position: list[int]) -> str:
     path: list[int] = []
     while rank not in path:
         path.append(rank)
-        recv = incoming(program.rows[rank][position[rank]], program.placement)
-        assert recv is not None
-        rank = message_of(recv, program.placement).source
+        rank = peer_of(_awaited(program, rank, position), program.placement)
     lines = []
     for member in path[path.index(rank):]:
         stuck = program.rows[member][position[member]]
-        recv = incoming(stuck, program.placement)
-        assert recv is not None
-        message = message_of(recv, program.placement)
-        blocker = program.rows[message.source][position[message.source]]
-        lines.append(f"rank {member} at {stuck} waits for {message.send}, which rank {message.source} does after "
+        recv = _awaited(program, member, position)
+        source = peer_of(recv, program.placement)
+        blocker = program.rows[source][position[source]]
+        lines.append(f"rank {member} at {stuck} waits for {counterpart(recv)}, which rank {source} does after "
                      f"{blocker}")
     return "; ".join(lines)
+
+
+def _awaited(program: Program, rank: int, position: list[int]) -> Action:
+    """The RECV that a waiting rank waits for."""
+    recv = incoming(program.rows[rank][position[rank]], program.placement)
+    assert recv is not None
+    return recv
 
 
 def _check_slots(row: Row, rank: int, program: Program) -> None:
@@ -190,6 +215,8 @@ def _check_slots(row: Row, rank: int, program: Program) -> None:
         if visit not in slots:
             raise ProgramError(f"rank {rank}: stage {visit[0]}, micro-batch {visit[1]} has no slot")
         slot = slots[visit]
+        if slot < 0:
+            raise ProgramError(f"rank {rank}: slot {slot} of stage {visit[0]}, micro-batch {visit[1]} is negative")
         if slot in last_use and last_use[slot][0] >= first:
             other = last_use[slot][1]
             raise ProgramError(f"rank {rank}: slot {slot} clash at {row[first]}: stage {other[0]}, micro-batch "

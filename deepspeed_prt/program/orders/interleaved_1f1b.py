@@ -25,16 +25,16 @@ def interleaved_1f1b(placement: Placement, micro_batches: int, max_in_flight: fl
     Raises:
         ValueError: ``max_in_flight`` is less than one micro-batch.
     """
-    if max_in_flight < 1:
+    if not max_in_flight >= 1:
         raise ValueError(f"max_in_flight {max_in_flight:g} is too small: a rank holds at least 1 micro-batch")
-    held = int(max_in_flight * placement.reuse)
+    held = int(min(max_in_flight, micro_batches) * placement.reuse)
     group = ceil(micro_batches / ceil(micro_batches / placement.ranks))
     # A smaller group runs ahead less; a group of 1 fits into one micro-batch.
     forwards, backwards = _sequences(placement, micro_batches, group)
     while group > 1 and 1 + max(map(needed_warmup, forwards, backwards)) > held:
         group -= 1
         forwards, backwards = _sequences(placement, micro_batches, group)
-    if placement.name == "wave":
+    if placement.name == "wave" and placement.reuse > 1:
         return backward_first(placement, forwards, backwards, held)
     return tuple(
         one_forward_one_backward(f, b, min(needed_warmup(f, b) + placement.ranks - 1 - rank, held - 1, len(f)))

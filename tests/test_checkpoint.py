@@ -1,0 +1,107 @@
+"""Checkpoints: the same layer files as the stock engine's, for every number of ranks and stages."""
+
+import os
+
+import deepspeed
+import pytest
+import torch
+
+from . import training
+from .training import config, merge, weights
+
+ZERO1 = {"zero_optimization": {"stage": 1}}
+
+
+def save(path, model, stages, prt, more):
+    """Train two steps and save; returns the file names and the weights."""
+    engine, *_ = deepspeed.initialize(model=training.build(model, stages), config=config(2, prt=prt, **more))
+    iterator = training.data(model, engine)
+    for _ in range(2):
+        engine.train_batch(iterator)
+    engine.save_checkpoint(path, tag="t", client_state={"epoch": 3})
+    losses = [engine.train_batch(iterator).item() for _ in range(2)]
+    return {"files": sorted(os.listdir(os.path.join(path, "t"))), "losses": losses, "weights": {}}
+
+
+def load(path, model, stages, prt, more, load_optimizer_states=True):
+    """Load into a model with other weights and go on as the saver did."""
+    module = training.build(model, stages)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    engine, *_ = deepspeed.initialize(model=module, config=config(2, prt=prt, **more))
+    _, client_state = engine.load_checkpoint(path, tag="t", load_optimizer_states=load_optimizer_states)
+    loaded = weights(engine)
+    iterator = training.data(model, engine)
+    for _ in range(2 * 2):
+        if iterator is not None:
+            next(iterator)
+    losses = [engine.train_batch(iterator).item() for _ in range(2)]
+    return {"losses": losses, "weights": loaded, "epoch": client_state["epoch"], "steps": engine.global_steps}
+
+
+LOOP, WAVE = {"reuse": 2}, {"reuse": 2, "placement": "wave"}
+
+
+@pytest.mark.parametrize("model", ["blocks", "tied"])
+@pytest.mark.parametrize("prt", [LOOP, WAVE], ids=["loop", "wave"])
+def test_files_are_those_of_the_stock_engine(world, tmp_path, model, prt):
+    stock = world(2).run(save, str(tmp_path / "stock"), model, 2, None, {})
+    ours = world(2).run(save, str(tmp_path / "prt"), model, 2, prt, {})
+    assert ours[0]["files"] == stock[0]["files"]
+    assert ours[0]["losses"] == stock[0]["losses"]
+    for name in stock[0]["files"]:
+        if name.startswith("layer_"):
+            theirs = torch.load(tmp_path / "stock" / "t" / name, weights_only=False)
+            mine = torch.load(tmp_path / "prt" / "t" / name, weights_only=False)
+            assert theirs.keys() == mine.keys()
+            assert all(torch.equal(theirs[key], mine[key]) for key in theirs)
+
+
+@pytest.mark.parametrize("model", ["blocks", "tied"])
+@pytest.mark.parametrize("more", [{}, ZERO1], ids=["zero0", "zero1"])
+@pytest.mark.parametrize("prt", [LOOP, WAVE], ids=["loop", "wave"])
+def test_the_same_layout_goes_on_exactly(world, tmp_path, model, more, prt):
+    saved = world(2).run(save, str(tmp_path), model, 2, prt, more)
+    for report, original in zip(world(2).run(load, str(tmp_path), model, 2, prt, more), saved, strict=True):
+        assert report["losses"] == original["losses"]
+        assert report["epoch"] == 3 and report["steps"] == 4
+
+
+@pytest.mark.parametrize(("source", "target", "ranks"), [(None, LOOP, 2), (LOOP, None, 2), (LOOP, WAVE, 2),
+                                                         (LOOP, LOOP, 3), (None, {"reuse": 3}, 3)])
+@pytest.mark.parametrize("model", ["blocks", "tied"])
+def test_module_weights_load_across_layouts(world, tmp_path, model, source, target, ranks):
+    world(2).run(save, str(tmp_path), model, 2, source, {})
+    reference = world(2).run(load, str(tmp_path), model, 2, source, {}, load_optimizer_states=False)
+    reports = world(ranks).run(load, str(tmp_path), model, ranks, target, {}, load_optimizer_states=False)
+    expected, actual = merge(reference), merge(reports)
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[layer][name], actual[layer][name]) for layer in expected
+               for name in expected[layer])
+    assert reports[0]["losses"] == pytest.approx(reference[0]["losses"], rel=1e-5)
+
+
+def test_optimizer_state_of_another_layout_is_refused(world, tmp_path):
+    """Never loaded by position."""
+    world(2).run(save, str(tmp_path), "blocks", 2, None, {})
+    with pytest.raises(AssertionError, match="PRTError: .*load_optimizer_states=False"):
+        world(2).run(load, str(tmp_path), "blocks", 2, LOOP, {})
+
+
+def save_trainable(path, prt):
+    """Case 53."""
+    module = training.build("blocks", 2)
+    for layer_id, function in zip(range(module._local_start, module._local_stop), module.forward_funcs, strict=True):
+        function.linear.bias.requires_grad_(layer_id % 2 == 0)
+    engine, *_ = deepspeed.initialize(model=module, config=config(2, prt=prt))
+    engine.train_batch(training.data("blocks", engine))
+    engine.save_checkpoint(path, tag="t", exclude_frozen_parameters=True)
+
+
+def test_frozen_parameters_can_be_left_out(world, tmp_path):
+    world(2).run(save_trainable, str(tmp_path), LOOP)
+    for layer_id in range(12):
+        state = torch.load(tmp_path / "t" / f"layer_{layer_id:02d}-model_states.pt", weights_only=False)
+        assert ("linear.bias" in state) == (layer_id % 2 == 0), layer_id
+        assert "linear.weight" in state
