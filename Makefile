@@ -27,8 +27,8 @@ lint: venv  ## ruff, and mypy (strict for the program core)
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 
-picture: venv  ## draw docs/timeline.svg, the README's picture
-	.venv/bin/prt plan --ranks 4 --micro-batches 8 --reuse 3 --picture docs/timeline.svg
+picture: venv  ## draw docs/timeline.png, the README's picture
+	.venv/bin/prt plan --ranks 4 --micro-batches 8 --reuse 3 --picture docs/timeline.png
 
 clean:  ## remove what the targets made
 	rm -rf .venv .cache build outputs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

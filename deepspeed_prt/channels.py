@@ -9,9 +9,10 @@ Shapes are agreed once per stage boundary, by a header before its first message 
 
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -227,42 +228,48 @@ class _Sending:
 
     def __init__(self, pollable: bool) -> None:
         self._pollable = pollable
-        self._flying: deque[tuple[dist.Work, torch.Tensor]] = deque()
-        self._queue: queue.Queue[tuple[dist.Work, torch.Tensor]] = queue.Queue()
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._flying: deque[_Sent] = deque()
+        self._queue: queue.Queue[_Sent | None] = queue.Queue()
+        self._errors: list[BaseException] = []
+        if not pollable:
+            # The thread holds no reference to this object, so that it ends with it.
+            threading.Thread(target=_wait_for_all, args=(self._queue, self._errors), name="prt-sends",
+                             daemon=True).start()
+            weakref.finalize(self, self._queue.put, None)
 
     def watch(self, work: dist.Work, tensor: torch.Tensor) -> None:
         """Keep ``tensor`` alive until ``work`` is done."""
-        if self._pollable:
-            self._flying.append((work, tensor))
-            while self._flying and self._flying[0][0].is_completed():
-                self._flying.popleft()
+        if not self._pollable:
+            self._queue.put((work, tensor))
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._wait_for_all, name="prt-sends", daemon=True)
-            self._thread.start()
-        self._queue.put((work, tensor))
+        self._flying.append((work, tensor))
+        while self._flying and self._flying[0][0].is_completed():
+            self._flying.popleft()
 
     def flush(self) -> None:
         """Wait for everything; raises what a send raised."""
         while self._flying:
             self._flying.popleft()[0].wait()
         self._queue.join()
-        if self._error is not None:
-            error, self._error = self._error, None
+        if self._errors:
+            error = self._errors[0]
+            self._errors.clear()
             raise error
 
-    def _wait_for_all(self) -> None:
-        while True:
-            work, tensor = self._queue.get()
-            try:
-                work.wait()
-            except BaseException as error:  # whatever it is, it belongs to the thread that calls flush()
-                self._error = error
-            finally:
-                del work, tensor
-                self._queue.task_done()
+
+_Sent: TypeAlias = "tuple[dist.Work, torch.Tensor]"
+
+
+def _wait_for_all(sent: "queue.Queue[_Sent | None]", errors: list[BaseException]) -> None:
+    """Wait for each send in turn and let go of its tensor, until None comes."""
+    while (item := sent.get()) is not None:
+        try:
+            item[0].wait()
+        except BaseException as error:  # whatever it is, it belongs to the thread that calls flush()
+            errors.append(error)
+        finally:
+            del item
+            sent.task_done()
 
 
 def _fits(spec: MessageSpec, agreed: MessageSpec) -> bool:

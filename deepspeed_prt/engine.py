@@ -14,7 +14,6 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule as ds
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.utils import logger
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from . import schedule
@@ -24,13 +23,13 @@ from .clipping import clip_like_stock
 from .config import PRTConfig, read_section
 from .control import Control
 from .errors import PoisonedMessage, PRTConfigError, PRTError
+from .gradients import add_shared_gradients, fill_missing_gradients, reduce_tied_gradients
 from .migration import migrate
 from .module import PRTPipelineModule
 from .program.program import Program, forward_only
 from .program.simulator import Costs, simulate
 from .program.sources import program_from
 from .schedule import PRTSchedule
-from .tied import add_shared_gradients, reduce_tied_gradients
 
 _LAYOUT = "prt_layout"
 """The key of a checkpoint under which each rank's layers stand."""
@@ -90,7 +89,8 @@ class PRTPipelineEngine(PipelineEngine):
         for key in ("grads", "losses", "receives"):
             self.pipe_buffers[key] = []
         if self.global_rank == 0:
-            logger.info(self._describe_plan())
+            # As PipelineModule says how it partitions; DeepSpeed's logger shows warnings only.
+            print(self._describe_plan(), flush=True)
 
     # Programs
 
@@ -428,6 +428,11 @@ class PRTPipelineEngine(PipelineEngine):
         add_shared_gradients(self._tied_again, self._shared_gradients)
         reduce_tied_gradients(self.module, self.optimizer if self.using_bf16_optimizer else None)
 
+    def _exec_reduce_grads(self) -> None:
+        if self.is_data_parallel and not self.using_bf16_optimizer and isinstance(self.optimizer, ZeROOptimizer):
+            fill_missing_gradients(self.optimizer)
+        super()._exec_reduce_grads()
+
     def clip_fp32_gradients(self) -> None:
         """Clip by the norm that the stock engine uses."""
         clip_like_stock(self.module, self.gradient_clipping(), self.mpu)
@@ -531,6 +536,7 @@ class PRTPipelineEngine(PipelineEngine):
     _INSTRUCTION_MAP: dict[type, Callable] = {
         **PipelineEngine._INSTRUCTION_MAP,
         ds.ReduceTiedGrads: _exec_reduce_tied_grads,
+        ds.ReduceGrads: _exec_reduce_grads,
         schedule.LoadMicroBatch: _exec_load_micro_batch,
         schedule.ForwardPass: _exec_forward_pass,
         schedule.BackwardPass: _exec_backward_pass,

@@ -67,7 +67,8 @@ def _new_engine(cls: type, *args: Any, **kwargs: Any) -> Any:
     config = getattr(kwargs.get("config_class"), "_param_dict", None) or kwargs.get("config")
     model = kwargs.get("model")
     has_section = isinstance(config, dict) and config.get("prt") is not None
-    if has_section or hasattr(model, "placement"):
+    ours = sys.modules.get("deepspeed_prt.module")
+    if has_section or (ours is not None and isinstance(model, ours.PRTPipelineModule)):
         from .integration import select_engine
         cls = select_engine(cls, config if isinstance(config, dict) else {}, model)
     return object.__new__(cls)

@@ -68,7 +68,7 @@ class PRTSchedule(ds.PipeSchedule):
         schedule: a schedule's name, or ``"auto"``.
         max_in_flight: cap on a rank's activations, in micro-batches; None for p.
         forward_only: list the evaluation program.
-        program: the program to read; the arguments that describe one are then ignored.
+        program: the program to read; all arguments but ``stage_id`` are then those of the program.
 
     Raises:
         ValueError: the arguments do not make a program.
@@ -84,11 +84,11 @@ class PRTSchedule(ds.PipeSchedule):
                  max_in_flight: float | None = None,
                  forward_only: bool = False,
                  program: Program | None = None) -> None:
-        super().__init__(micro_batches, stages, stage_id)
         if program is None:
             program = build(schedule, Placement(placement, stages, reuse), micro_batches, max_in_flight)
             if forward_only:
                 program = evaluation_of(program)
+        super().__init__(program.micro_batches, program.placement.ranks, stage_id)
         if not 0 <= stage_id < program.placement.ranks:
             raise ValueError(f"stage_id {stage_id} is not one of the {program.placement.ranks} pipeline ranks")
         self.program = program

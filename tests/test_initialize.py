@@ -1,6 +1,7 @@
 """deepspeed.initialize with the section: what takes effect, what is refused, on every rank."""
 
-import logging
+import contextlib
+import io
 
 import deepspeed
 import pytest
@@ -105,27 +106,15 @@ def references():
     """The user's references stay good; no random number is drawn; rank 0 says what was built."""
     module = training.build("blocks", 2)
     old = {id(parameter) for parameter in module.parameters()}
-    lines = []
-
-    class Keep(logging.Handler):
-
-        def emit(self, record):
-            lines.append(record.getMessage())
-
-    handler = Keep()
-    level = deepspeed.utils.logger.level
-    deepspeed.utils.logger.addHandler(handler)
-    deepspeed.utils.logger.setLevel(logging.INFO)
     torch.manual_seed(9)
-    engine, *_ = deepspeed.initialize(model=module, config=config(prt={"reuse": 2}))
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        engine, *_ = deepspeed.initialize(model=module, config=config(prt={"reuse": 2}))
     drawn = torch.rand(1).item()
-    deepspeed.utils.logger.removeHandler(handler)
-    deepspeed.utils.logger.setLevel(level)
     assert engine.module is module and type(module) is not PipelineModule and isinstance(module, PRTPipelineModule)
     return {
         "kept": sum(id(parameter) in old for parameter in module.parameters()),
         "drawn": drawn,
-        "said": [line for line in lines if line.startswith("deepspeed_prt: ")],
+        "said": [line for line in output.getvalue().splitlines() if line.startswith("deepspeed_prt: ")],
         "ends": (engine.is_first_stage(), engine.is_last_stage()),
         "layers": module.layer_ids,
     }

@@ -119,8 +119,14 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
 def _forget_groups() -> None:
     """Close the process groups of the last task, whose sockets would pile up."""
     import torch.distributed as dist
+    from deepspeed.runtime.pipe.engine import PipelineEngine
     from deepspeed.utils import groups
     from torch.distributed import distributed_c10d
+    gc.collect()
+    for leftover in gc.get_objects():
+        # The stock engine keeps its last loss, whose graph has hooks that keep the engine.
+        if isinstance(leftover, PipelineEngine):
+            leftover.__dict__.clear()
     gc.collect()
     dist.barrier()
     default = distributed_c10d._get_default_group()

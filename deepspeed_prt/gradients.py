@@ -1,4 +1,4 @@
-"""Gradients of weights that several stages share."""
+"""Gradients between the backwards and their reduction: of weights that stages share, and of those not used."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -37,6 +37,20 @@ def reduce_tied_gradients(module: PipelineModule, bf16_optimizer: Any = None) ->
             gradient = _fp32_gradient(weight, bf16_optimizer)
         if gradient is not None:
             dist.all_reduce(gradient, group=group)
+
+
+def fill_missing_gradients(optimizer: Any) -> None:
+    """Give zeros to weights that no backward of this replica reached; other replicas wait for their share.
+
+    Args:
+        optimizer: DeepSpeed's ZeRO-1 optimizer, which reduces only the gradients it finds.
+    """
+    for group in optimizer.bit16_groups:
+        for weight in group:
+            if weight.requires_grad and optimizer.get_gradient_for_reduction(weight) is None:
+                weight.grad = torch.zeros_like(weight)
+                if optimizer.use_grad_accum_attribute:
+                    optimizer._fill_param_grad_accum_attribute(weight)
 
 
 def _fp32_gradient(weight: nn.Parameter, optimizer: Any) -> torch.Tensor | None:

