@@ -115,6 +115,7 @@ class Channels:
             PRTError: its shape is not the agreed one.
         """
         spec = MessageSpec.of(value)
+        tensors = [tensor.detach().contiguous() for tensor in (value if spec.is_tuple else (value, ))]
         if self._needs_header(boundary):
             self._send(_write_header(spec, self._device), target)
             self._agreed[boundary] = spec
@@ -122,8 +123,8 @@ class Channels:
             raise PRTError(f"stage {boundary[1]} sends {_describe(spec)} but {_describe(self._agreed[boundary])} was "
                            "agreed in an earlier micro-batch; give PipelineModule dynamic_shape=True, make every "
                            "micro-batch alike (drop_last), or call engine.reset_activation_shape() between batches")
-        for tensor in value if spec.is_tuple else (value, ):
-            self._send(tensor.detach().contiguous(), target)
+        for tensor in tensors:
+            self._send(tensor, target)
         return self._agreed[boundary]
 
     def send_gradients(self, gradients: Sequence[torch.Tensor], target: int) -> None:

@@ -24,10 +24,11 @@ class ClientParameters:
         # A generator is used up here, before the layers move.
         self.model_parameters: Any = None if model_parameters is None else list(model_parameters)
         self._lists: list[list[dict[str, Any]]] = []
-        if self.model_parameters is not None:
-            self._lists.append(self._as_groups(self.model_parameters))
         if self.optimizer is not None:
+            # DeepSpeed ignores model_parameters beside an optimizer object, and their groups may be the same dicts.
             self._lists.append(self.optimizer.param_groups)
+        elif self.model_parameters is not None:
+            self._lists.append(self._as_groups(self.model_parameters))
         self._origin: dict[int, ParameterKey] = {}
 
     @staticmethod
@@ -56,9 +57,9 @@ class ClientParameters:
                         raise PRTConfigError(f"model_parameters holds a {type(parameter).__name__}; pass parameters, "
                                              "or dicts with a \"params\" list of them")
 
-    def note_origin(self, origin: dict[int, ParameterKey]) -> None:
-        """Remember where each local parameter was, by ``id``."""
-        self._origin = origin
+    def note_origin(self, parameters: list[tuple[ParameterKey, nn.Parameter]]) -> None:
+        """Remember where each local parameter was; a shared one was where it comes first."""
+        self._origin = {id(parameter): key for key, parameter in reversed(parameters)}
 
     def follow(self, module: nn.Module, parameters: list[tuple[ParameterKey, nn.Parameter]],
                control: Control) -> None:
@@ -69,7 +70,7 @@ class ClientParameters:
         everyones = control.gather([self._describe(groups) for groups in self._lists])
         for position, groups in enumerate(self._lists):
             self._regroup(groups, [theirs[position] for theirs in everyones if position < len(theirs)], in_order)
-        if self.model_parameters is not None:
+        if self.model_parameters is not None and self.optimizer is None:
             groups = self._lists[0]
             is_plain = len(groups) == 1 and groups[0].keys() == {"params"}
             self.model_parameters = groups[0]["params"] if is_plain else groups
@@ -79,24 +80,27 @@ class ClientParameters:
             self.model_parameters = [{"params": []}]
 
     def _describe(self, groups: list[dict[str, Any]]) -> list[tuple[dict[str, Any], list[ParameterKey]]]:
-        return [({name: value for name, value in group.items() if name != "params"},
+        return [(_options(group),
                  [self._origin[id(parameter)] for parameter in group["params"] if id(parameter) in self._origin])
                 for group in groups]
 
     def _regroup(self, groups: list[dict[str, Any]], everyones: list, parameters: list) -> None:
         options: list[dict[str, Any]] = []
-        group_of: dict[ParameterKey, int] = {}
-        for theirs in everyones:
+        place_of: dict[ParameterKey, tuple[int, int, int]] = {}
+        for rank, theirs in enumerate(everyones):
             taken: set[int] = set()
             for mine, members in theirs:
                 index = next((i for i, known in enumerate(options) if i not in taken and known == mine), len(options))
                 if index == len(options):
                     options.append(mine)
                 taken.add(index)
-                group_of.update((key, index) for key in members)
+                # The user's order is kept, since optimizer state goes by position.
+                place_of.update((key, (index, rank, position)) for position, key in enumerate(members))
         mine = {index: group for index, group in self._match(groups, options)}
         for index, option in enumerate(options):
-            members = [parameter for key, parameter in parameters if group_of.get(key) == index]
+            members = [parameter for key, parameter in sorted(
+                ((place_of[key], parameter) for key, parameter in parameters if key in place_of),
+                key=lambda item: item[0]) if key[0] == index]
             if index in mine:
                 outside = [parameter for parameter in mine[index]["params"] if id(parameter) not in self._origin]
                 mine[index]["params"] = outside + members
@@ -108,8 +112,14 @@ class ClientParameters:
         taken: set[int] = set()
         matched = []
         for group in groups:
-            mine = {name: value for name, value in group.items() if name != "params"}
+            mine = _options(group)
+            group.pop("param_names", None)
             index = next(i for i, known in enumerate(options) if i not in taken and known == mine)
             taken.add(index)
             matched.append((index, group))
         return matched
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """What a group says of its parameters, without naming them."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}

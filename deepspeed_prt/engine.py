@@ -26,6 +26,7 @@ from .errors import PoisonedMessage, PRTConfigError, PRTError
 from .gradients import add_shared_gradients, fill_missing_gradients, reduce_tied_gradients
 from .migration import migrate
 from .module import PRTPipelineModule
+from .program.placement import Placement
 from .program.program import Program, forward_only
 from .program.simulator import Costs, simulate
 from .program.sources import program_from
@@ -59,21 +60,29 @@ class PRTPipelineEngine(PipelineEngine):
     total_additional_losses: Any
     _active_stage: int | None = None
     _last_stage_rank: int | None = None
+    _wants_optimizer_states = False
 
     def __init__(self, *args: Any, model: PRTPipelineModule, config_class: Any, optimizer: Any = None,
                  model_parameters: Any = None, **kwargs: Any) -> None:
         section = read_section(config_class._param_dict) or PRTConfig()
         _refuse_unsupported(section, config_class, model)
+        self._section = section
         self._control = Control(model.topology(), model.global_rank)
-        if not isinstance(model, PRTPipelineModule):
+        self._programs: dict[int, Program] = {}
+        self._schedules: dict[tuple[int, bool], PRTSchedule] = {}
+
+        def check(placement: Placement) -> None:
+            self.placement = placement
+            self._train_program(config_class.gradient_accumulation_steps)
+
+        if isinstance(model, PRTPipelineModule):
+            check(model.placement)
+        else:
             client = ClientParameters(model_parameters, optimizer)
-            migrate(model, section.reuse, section.placement, section.partition, client, self._control)
+            needs_parameters = config_class.zero_optimization_stage == 1 and not config_class.bfloat16_config.enabled
+            migrate(model, section, client, self._control, check, needs_parameters)
             model_parameters = client.model_parameters
             set_optimizer_flags(config_class, model)
-        self._section = section
-        self.placement = model.placement
-        self._programs: dict[tuple[int, bool], PRTSchedule] = {}
-        self._train_program(config_class.gradient_accumulation_steps)
         super().__init__(*args, model=model, config_class=config_class, optimizer=optimizer,
                          model_parameters=model_parameters, **kwargs)
         self._channels = Channels(self.placement, model.topology(), self.grid.pp_group, self.stage_id, self.device,
@@ -96,7 +105,10 @@ class PRTPipelineEngine(PipelineEngine):
 
     def _train_program(self, micro_batches: int) -> Program:
         """The verified training program."""
-        return program_from(self._section.schedule, self.placement, micro_batches, self._section.max_in_flight)
+        if micro_batches not in self._programs:
+            self._programs[micro_batches] = program_from(self._section.schedule, self.placement, micro_batches,
+                                                         self._section.max_in_flight)
+        return self._programs[micro_batches]
 
     def _train_schedule(self) -> PRTSchedule:
         return self._listed(self.micro_batches, evaluate=False)
@@ -106,13 +118,13 @@ class PRTPipelineEngine(PipelineEngine):
 
     def _listed(self, micro_batches: int, evaluate: bool) -> PRTSchedule:
         key = micro_batches, evaluate
-        if key not in self._programs:
+        if key not in self._schedules:
             if evaluate:
                 program = forward_only(program_from("auto", self.placement, micro_batches))
             else:
                 program = self._train_program(micro_batches)
-            self._programs[key] = PRTSchedule(micro_batches, self.num_stages, self.stage_id, program=program)
-        return self._programs[key]
+            self._schedules[key] = PRTSchedule(micro_batches, self.num_stages, self.stage_id, program=program)
+        return self._schedules[key]
 
     def _describe_plan(self) -> str:
         program = self._train_schedule().program
@@ -180,9 +192,10 @@ class PRTPipelineEngine(PipelineEngine):
         Raises:
             ValueError: ``reduce_output=None`` with a loss to broadcast.
         """
-        if reduce_output is None and compute_loss and bcast_loss:
-            raise ValueError("eval_batch(reduce_output=None) returns a list of losses, which cannot be broadcast: "
-                             "pass bcast_loss=False, or reduce_output='avg'")
+        is_broadcast = compute_loss and (bcast_loss or self.monitor.enabled)
+        if reduce_output is None and is_broadcast:
+            raise ValueError("eval_batch(reduce_output=None) returns a list of losses, which cannot be broadcast (a "
+                             "monitor needs that as well): pass bcast_loss=False, or reduce_output='avg'")
         self._mode = "eval"
         # Evaluation batches may have shapes of their own each time.
         self._channels.forget("eval")
@@ -196,7 +209,6 @@ class PRTPipelineEngine(PipelineEngine):
         finally:
             self.set_dataiterator(train_iterator)
             self.eval_return_logits = False
-        is_broadcast = compute_loss and (bcast_loss or self.monitor.enabled)
         return self._hand_to_last_rank(result, return_logits, is_broadcast)
 
     def _hand_to_last_rank(self, result: Any, with_logits: bool, is_broadcast: bool) -> Any:
@@ -257,8 +269,14 @@ class PRTPipelineEngine(PipelineEngine):
 
     def _read_batch(self, micro_batches: int) -> None:
         """Read all micro-batches before any communication: user code may communicate inside its iterator."""
-        if self.stage_id in (0, self.num_stages - 1):
+        if self.stage_id not in (0, self.num_stages - 1):
+            return
+        # What runs in there may ask for the first and last rank.
+        last_stage_rank, self._last_stage_rank = self._last_stage_rank, None
+        try:
             self._batch = [super(PRTPipelineEngine, self)._next_batch() for _ in range(micro_batches)]
+        finally:
+            self._last_stage_rank = last_stage_rank
 
     def _next_batch(self) -> Any:
         return self._batch[self._loading]
@@ -492,6 +510,8 @@ class PRTPipelineEngine(PipelineEngine):
                 self._exec_recv_activations(buffer_id, stage, 0)
         elif kind is schedule.ForwardPass:
             self._absorb(buffers['receives'][buffer_id], stage - 1)
+            if self._mode == "eval":
+                buffers['receives'][buffer_id] = None
             buffers['outputs'][buffer_id] = buffers['output_tensors'][buffer_id] = None
         elif kind is schedule.SendActivation:
             buffers['outputs'][buffer_id] = None
@@ -527,6 +547,8 @@ class PRTPipelineEngine(PipelineEngine):
         self.loss = None
         if self._mode == "train" and self.optimizer is not None:
             self.optimizer.zero_grad()
+            while isinstance(self.optimizer, ZeROOptimizer) and self.optimizer._backward_active_depth > 0:
+                self.optimizer.exit_backward()
 
     def reset_activation_shape(self) -> None:
         """Agree on the shapes between stages anew, at the next batch; to be called on every rank."""
@@ -601,6 +623,9 @@ def _refuse_unsupported(section: PRTConfig, config_class: Any, model: Any) -> No
         raise PRTConfigError(f"activations cannot be partitioned over {slices} tensor-parallel ranks between reused "
                              'stages yet; set "pipeline": {"pipe_partitioned": false, "grad_partitioned": false}')
     if isinstance(model, PRTPipelineModule):
+        if section.partition is not None:
+            raise PRTConfigError('"partition" comes too late for a PRTPipelineModule, which is cut already; pass '
+                                 "partition= to its constructor and leave the key out")
         have = model.placement
         if section.reuse not in ("auto", have.reuse) or section.placement != have.name:
             raise PRTConfigError(f'the "prt" section asks for reuse {section.reuse} in a {section.placement}, but the '

@@ -5,10 +5,9 @@ construction. It travels as it is. No random number is drawn, and what stays loc
 """
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSp
 from torch import nn
 
 from .client import ClientParameters, ParameterKey
+from .config import PRTConfig
 from .control import Control
 from .errors import PRTConfigError, PRTError
 from .module import PRTPipelineModule
@@ -27,12 +27,14 @@ ModuleKey = tuple[int, str | int]
 """A module before migration: its rank, and its layer (an int) or its tied key (a str)."""
 
 
-def migrate(module: PipelineModule, reuse: int | str, placement: str, partition: str | list[int] | None,
-            client: ClientParameters, control: Control) -> None:
+def migrate(module: PipelineModule, section: PRTConfig, client: ClientParameters, control: Control,
+            check: Callable[[Placement], object], every_rank_trains: bool) -> None:
     """Cut ``module`` anew and move every layer to the rank that now owns it; a collective over the world.
 
     ``module`` stays the same object, of the same class name, now also a PRTPipelineModule. ``client`` (the optimizer
-    and parameter groups passed to ``deepspeed.initialize``) follows the layers.
+    and parameter groups passed to ``deepspeed.initialize``) follows the layers. ``check`` raises if nothing can be run
+    on a placement. ``every_rank_trains`` refuses a placement that leaves a rank without trainable parameters, which
+    ZeRO-1 cannot do with.
 
     Raises:
         PRTError: the model cannot be cut or moved as asked; on every rank, before anything has changed.
@@ -41,20 +43,34 @@ def migrate(module: PipelineModule, reuse: int | str, placement: str, partition:
     error: Exception | None = None
     route, parts = None, None
     try:
+        move.find_local()
         client.check()
+    except (PRTError, ValueError) as caught:
+        error = caught
+    control.agree(error, "looking at the layers")
+    move.hear()
+    try:
         # Real parameter counts, gathered, instead of building every layer once more.
         module._count_layer_params = lambda: move.parameter_counts  # type: ignore[method-assign]
-        method = getattr(module, "_prt_partition_method", "parameters") if partition is None else partition
-        route, parts = plan_stages(module, module._topo.get_dim("pipe"), reuse, placement, method)
+        method = section.partition
+        if method is None:
+            if not hasattr(module, "_prt_partition_method"):
+                raise PRTConfigError("the PipelineModule was built before deepspeed_prt was imported, so its partition "
+                                     'method is unknown; import deepspeed_prt first, or set "partition"')
+            method = module._prt_partition_method
+        route, parts = plan_stages(module, module._topo.get_dim("pipe"), section.reuse, section.placement, method)
+        check(route)
         move.plan(route, parts)
-    except (PRTError, PRTConfigError) as caught:
+        if every_rank_trains:
+            move.check_every_rank_trains()
+    except (PRTError, ValueError) as caught:
         error = caught
     finally:
         module.__dict__.pop("_count_layer_params", None)
     control.agree(error, "planning the migration")
     assert route is not None and parts is not None
 
-    client.note_origin({id(parameter): key for key, parameter in move.local_parameters()})
+    client.note_origin(list(move.local_parameters()))
     try:
         move.exchange()
     except Exception as caught:
@@ -87,11 +103,21 @@ class _Move:
                                        strict=True)
         }
         self.local: dict[ModuleKey, nn.Module] = {}
+
+    def find_local(self) -> None:
+        """Find the modules of this rank.
+
+        Raises:
+            PRTConfigError: a layer is no module any more.
+        """
         for index, function in self.functions.items():
             key = self._key(index)
             if key is not None:
                 self.local[key] = self._module_of(index, function)
-        heard = control.gather((self._counts(), self._components()))
+
+    def hear(self) -> None:
+        """Learn from all ranks which modules travel together, and how many trainable parameters each layer has."""
+        heard = self.control.gather((self._counts(), self._components()))
         counts: dict[int, int] = {}
         for theirs, _ in heard:
             counts.update(theirs)
@@ -110,8 +136,8 @@ class _Move:
     def _module_of(self, index: int, function: Any) -> nn.Module:
         """The module that a rank runs for a layer: what stands in ``forward_funcs``, which users may have replaced."""
         spec = self.specs[index]
-        if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None and isinstance(function, partial):
-            return function.args[0]
+        if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None:
+            return self.module.tied_modules[spec.key]
         if not isinstance(function, nn.Module):
             raise PRTConfigError(f"layer {index} was built as a module but is now a {type(function).__name__}; "
                                  "replace it by a torch.nn.Module, which can move to another rank")
@@ -158,6 +184,19 @@ class _Move:
                                      f"different ranks; tie them with TiedLayerSpec, or keep them together with a list "
                                      'of boundaries in "partition"')
 
+    def check_every_rank_trains(self) -> None:
+        """Refuse a placement that leaves a rank nothing to train.
+
+        Raises:
+            PRTConfigError: there is such a rank.
+        """
+        for rank in range(self.module._topo.get_dim("pipe")):
+            layers = [index for index, owner in enumerate(self.new_owner) if owner == rank]
+            if not any(self.parameter_counts[index] for index in layers):
+                raise PRTConfigError(f"rank {rank} would hold layers {layers}, none of which has a trainable "
+                                     'parameter, and ZeRO-1 needs one on every rank; use another "placement", "reuse" '
+                                     'or "partition", or ZeRO-0')
+
     def local_parameters(self) -> Iterator[tuple[ParameterKey, nn.Parameter]]:
         """This rank's parameters before the move."""
         for key, module in self.local.items():
@@ -167,6 +206,7 @@ class _Move:
     def exchange(self) -> None:
         """Send modules away and take others in, in one order for all ranks."""
         self.arrived: dict[ModuleKey, nn.Module] = {}
+        error: Exception | None = None
         for source, components in enumerate(self.components):
             for component in components:
                 for target in sorted(component.targets):
@@ -175,14 +215,23 @@ class _Move:
                     elif self.rank == source:
                         self.control.send(_pack({key: self.local[key] for key in component.keys}), target)
                     elif self.rank == target:
-                        self.arrived.update(self._unpack(self.control.recv(source), source))
+                        payload = self.control.recv(source)
+                        try:
+                            self.arrived.update(self._unpack(payload))
+                        except Exception as caught:  # others still wait for their turn
+                            error = error or caught
+        if error is not None:
+            raise error
 
-    def _unpack(self, payload: bytes, source: int) -> dict[ModuleKey, nn.Module]:
+    def _unpack(self, payload: bytes) -> dict[ModuleKey, nn.Module]:
         device = get_accelerator().device_name(self.module.local_rank)
         content = torch.load(io.BytesIO(payload), map_location=device, weights_only=False)
-        if isinstance(content, _States):
-            return {key: self._rebuild(key, state) for key, state in content.states.items()}
         modules: dict[ModuleKey, nn.Module] = content
+        if isinstance(content, _States):
+            if len(content.states) > 1:
+                raise PRTError(f"layers {', '.join(str(key[1]) for key in content.states)} share parameters and cannot "
+                               "be pickled; make them picklable (no lambdas or local classes)")
+            modules = {key: self._rebuild(key, state) for key, state in content.states.items()}
         compiled = getattr(self.module, "_prt_compile_arguments", None)
         if compiled is not None:
             for module in modules.values():
@@ -205,10 +254,10 @@ class _Move:
                                "lambdas or local classes)")
         with torch.no_grad():
             for name, (tensor, requires_grad) in state.parameters.items():
-                holders[0][name].copy_(tensor)
+                holders[0][name].data = tensor
                 holders[0][name].requires_grad_(requires_grad)
             for name, tensor in state.buffers.items():
-                holders[1][name].copy_(tensor)
+                holders[1][name].data = tensor
         return module.train(state.training)
 
     def install(self, route: Placement, parts: list[int]) -> None:

@@ -179,11 +179,13 @@ class PRTPipelineModule(PipelineModule):
     def _precompute_checkpointable_values(self) -> None:
         if self.activation_checkpoint_interval == 0:
             return
-        for stage in self._ranges:
-            with self.executing(stage):
-                self.is_checkpointable_results_interval = None
-                super()._precompute_checkpointable_values()
-                self._checkpointable[stage] = self.is_checkpointable_results
+        functions, results = self.forward_funcs, self.is_checkpointable_results
+        for stage, (start, stop) in self._ranges.items():
+            self.forward_funcs = functions[start:stop]
+            self.is_checkpointable_results_interval = None
+            super()._precompute_checkpointable_values()
+            self._checkpointable[stage] = self.is_checkpointable_results
+        self.forward_funcs, self.is_checkpointable_results = functions, results
 
     def tied_weights_used_again(self) -> dict[int, list[torch.nn.Parameter]]:
         """For each stage, the tied weights that an earlier stage of this rank uses too."""
@@ -203,7 +205,9 @@ class PRTPipelineModule(PipelineModule):
         layered: set[int] = set()
         first: list[torch.nn.Parameter] = []
         for layer_id, function in zip(self.layer_ids, self.forward_funcs, strict=True):
-            layer = function.args[0] if isinstance(function, partial) else function
+            spec = self._layer_specs[layer_id]
+            is_partial = isinstance(spec, TiedLayerSpec) and isinstance(function, partial)
+            layer = function.args[0] if is_partial else function
             if isinstance(layer, torch.nn.Module):
                 layered.update(map(id, layer.parameters()))
                 if layer_id < self.rank_parts[1]:

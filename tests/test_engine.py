@@ -163,8 +163,27 @@ def _unpicklable(module):
     return _loaded(module)
 
 
-PREPARATIONS = [_generator, _lazy, _list, _groups, _optimizer, _callable, _callable_and_groups, _only_some, _frozen,
-                _loaded, _adapted, _unpicklable]
+def _shared(module):
+    """Two layers of one stage share a weight without being tied."""
+    module.forward_funcs[1].linear.weight = module.forward_funcs[0].linear.weight
+    return _list(module)
+
+
+def _same_dicts_twice(module):
+    groups = _groups(module)["model_parameters"]
+    return {"optimizer": torch.optim.AdamW(groups, lr=0.01), "model_parameters": groups}
+
+
+def _reversed(module):
+    return {"model_parameters": list(module.parameters())[::-1]}
+
+
+def _named(module):
+    return {"optimizer": torch.optim.AdamW(module.named_parameters(), lr=0.01)}
+
+
+PREPARATIONS = [_shared, _same_dicts_twice, _reversed, _named, _generator, _lazy, _list, _groups, _optimizer, _callable,
+                _callable_and_groups, _only_some, _frozen, _loaded, _adapted, _unpicklable]
 
 
 @BOTH

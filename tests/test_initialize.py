@@ -24,6 +24,8 @@ def initialize(ds_config, kind="pipeline", **arguments):
         "pipeline": lambda: training.build("blocks", torch.distributed.get_world_size()),
         "dualpipev": lambda: DualPipeVModule(blocks(8), num_stages=2, loss_fn=mse),
         "plain": lambda: Block(),
+        "alternating": lambda: PipelineModule([LayerSpec(Block), nn.Tanh(), LayerSpec(Block), nn.Tanh()], num_stages=2,
+                                              loss_fn=mse, partition_method="uniform"),
         "prt": lambda: PRTPipelineModule(blocks(12), num_stages=2, loss_fn=mse, seed_layers=True,
                                          partition_method="uniform", reuse=3),
     }[kind]()
@@ -64,6 +66,8 @@ REFUSED = [
     ("dualpipev", config(prt={}), "cannot take effect on a DualPipeVModule"),
     ("plain", config(prt={}, dp=2), "cannot take effect on a Block"),
     ("prt", config(prt={"reuse": 2}), "was built with reuse 3"),
+    ("prt", config(prt={"partition": [0, 2, 4, 6, 8, 10, 12]}), "comes too late for a PRTPipelineModule"),
+    ("alternating", config(prt={"reuse": 2}, zero_optimization={"stage": 1}), r"rank 1 would hold layers \[1, 3\]"),
 ]
 
 

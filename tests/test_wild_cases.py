@@ -498,6 +498,30 @@ def test_one_rank_raises(world, prt, where, place):
     assert len({tuple(losses) for _, losses in reports}) == 1
 
 
+def fail_in_eval(prt):
+    """A rank that fails in an evaluation, which frees its slots sooner than training does."""
+    torch.manual_seed(1)
+    layers = blocks(7)
+    module = PipelineModule([*layers, LayerSpec(Block)], num_stages=2, loss_fn=FailingLoss(), seed_layers=True,
+                            partition_method="uniform")
+    engine, *_ = deepspeed.initialize(model=module, config=config(6, prt=prt))
+    outcomes = []
+    for _ in range(2):
+        try:
+            outcomes.append(engine.eval_batch(on_ends(engine, vectors(3))).item())
+        except Exception as error:
+            outcomes.append(f"{type(error).__name__}: {error}")
+    training.clean(engine)
+    return outcomes
+
+
+@PLANS
+def test_one_rank_raises_in_an_evaluation(world, prt):
+    reports = world(2).run(fail_in_eval, prt)
+    assert sorted(first.split(":")[0] for first, _ in reports) == ["RankFailedError", "ZeroDivisionError"]
+    assert reports[0][1] == reports[1][1] and isinstance(reports[0][1], float)
+
+
 class Sleepy(Block):
     """Sleeps a random time, so that ranks drift apart in every way."""
 
@@ -667,6 +691,58 @@ def checkpointing(prt, use_reentrant):
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoint_intervals_between_batches(world, prt, use_reentrant):
     assert_same(world(2).run(checkpointing, None, use_reentrant), world(2).run(checkpointing, prt, use_reentrant))
+
+
+def counted(prt, seed_layers):
+    """How often the checkpoint function runs in a batch."""
+    calls = []
+
+    def counting(function, *args):
+        calls.append(1)
+        return deepspeed.checkpointing.checkpoint(function, *args)
+
+    module = training.build("blocks", 2, seed_layers=seed_layers, activation_checkpoint_interval=1,
+                            activation_checkpoint_func=counting)
+    engine, *_ = deepspeed.initialize(model=module, config=config(3, prt=prt))
+    engine.train_batch(training.data("blocks", engine))
+    return len(calls)
+
+
+@PLANS
+@pytest.mark.parametrize("seed_layers", [True, False])
+def test_every_layer_is_checkpointed(world, prt, seed_layers):
+    assert world(2).run(counted, prt, seed_layers) == world(2).run(counted, None, seed_layers) == [18, 18]
+
+
+def with_partial(prt):
+    """A function layer that is a partial of the user's own, and an activation that is compiled."""
+    import functools
+    torch.manual_seed(1)
+    layers = [layer for _ in range(4) for layer in (LayerSpec(Block), functools.partial(torch.softmax, dim=-1))]
+    module = PipelineModule(layers, num_stages=2, loss_fn=mse, seed_layers=True, partition_method="uniform")
+    engine, *_ = deepspeed.initialize(model=module, config=config(3, prt=prt, gradient_clipping=1.0))
+    iterator = on_ends(engine, vectors(3))
+    return {"losses": [engine.train_batch(iterator).item() for _ in range(3)], "weights": weights(engine)}
+
+
+@PLANS
+def test_a_partial_as_a_layer(world, prt):
+    assert_same(world(2).run(with_partial, None), world(2).run(with_partial, prt), tolerance=1e-6)
+
+
+def compiled_tied(prt):
+    module = training.build("tied", 2)
+    module.compile(backend="eager")
+    engine, *_ = deepspeed.initialize(model=module, config=config(2, prt=prt))
+    iterator = training.data("tied", engine)
+    losses = [engine.train_batch(iterator).item() for _ in range(2)]
+    torch.compiler.reset()
+    return {"losses": losses, "weights": {}}
+
+
+@PLANS
+def test_compiled_tied_layers(world, prt):
+    assert_same(world(2).run(compiled_tied, None), world(2).run(compiled_tied, prt), tolerance=1e-6)
 
 
 @PLANS

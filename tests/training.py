@@ -111,7 +111,7 @@ def weights(engine: Any) -> dict[int, dict[str, torch.Tensor]]:
     ids = getattr(module, "layer_ids", range(module._local_start, module._local_stop))
     states = {}
     for layer_id, function in zip(ids, module.forward_funcs, strict=True):
-        owner = function.args[0] if hasattr(function, "func") else function
+        owner = function.args[0] if hasattr(function, "func") and function.args else function
         if isinstance(owner, nn.Module):
             states[layer_id] = {name: value.detach().float().clone() for name, value in owner.state_dict().items()}
     return states

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-TIMEOUT = float(os.environ.get("PRT_TEST_TIMEOUT", "120"))
+TIMEOUT = float(os.environ.get("PRT_TEST_TIMEOUT", "300"))
 """Seconds after which a task counts as hung."""
 
 
