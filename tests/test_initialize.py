@@ -86,7 +86,7 @@ def test_an_optimizer_with_state_is_refused_though_only_one_rank_has_it(world):
         world(2).run(class_name, config(prt={"reuse": 2}), optimizer=used_optimizer)
     errors = failure.value.errors
     assert "already has state" in errors[1][1]
-    assert errors[0][0] == "RankFailedError" and "rank 1 failed while planning" in errors[0][1]
+    assert errors[0][0] == "RankFailedError" and "rank 1 failed while looking at the layers" in errors[0][1]
 
 
 class Own(PipelineEngine):
