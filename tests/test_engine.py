@@ -15,7 +15,7 @@ from .training import assert_same, config
     (4, {"reuse": 3, "placement": "wave"}),
 ])
 def test_weights_are_bit_identical(world, ranks, prt, gas):
-    stock = world(ranks).run(training.train, "blocks", ranks, config(gas))
+    stock = world(ranks).reference(training.train, "blocks", ranks, config(gas))
     assert_same(stock, world(ranks).run(training.train, "blocks", ranks, config(gas, prt=prt)))
 
 
@@ -28,7 +28,7 @@ BOTH = pytest.mark.parametrize("prt", [LOOP2, WAVE2], ids=["loop", "wave"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("schedule", ["auto", "gpipe", "breadth_first"])
 def test_every_schedule_and_world(world, ranks, schedule, prt):
-    stock = world(ranks).run(training.train, "blocks", ranks, config(3), steps=3)
+    stock = world(ranks).reference(training.train, "blocks", ranks, config(3), steps=3)
     assert_same(stock, world(ranks).run(training.train, "blocks", ranks, config(3, prt={**prt, "schedule": schedule}),
                                         steps=3))
 
@@ -36,7 +36,7 @@ def test_every_schedule_and_world(world, ranks, schedule, prt):
 @BOTH
 def test_clipping_that_bites(world, prt):
     clipped = {"gradient_clipping": 0.01}
-    stock = world(2).run(training.train, "blocks", 2, config(4, **clipped))
+    stock = world(2).reference(training.train, "blocks", 2, config(4, **clipped))
     ours = world(2).run(training.train, "blocks", 2, config(4, prt=prt, **clipped))
     unclipped = world(2).run(training.train, "blocks", 2, config(4))
     assert_same(stock, ours, tolerance=1e-6)
@@ -47,20 +47,20 @@ def test_clipping_that_bites(world, prt):
 @pytest.mark.parametrize("interval", [0, 1, 2])
 def test_dropout_under_seed_layers_with_an_evaluation_in_between(world, prt, interval):
     more = {"seed_layers": True, "activation_checkpoint_interval": interval, "evaluate_after": 1}
-    stock = world(2).run(training.train, "dropout", 2, config(3), **more)
+    stock = world(2).reference(training.train, "dropout", 2, config(3), **more)
     assert_same(stock, world(2).run(training.train, "dropout", 2, config(3, prt=prt), **more))
 
 
 @pytest.mark.parametrize(("ranks", "prt"), [(2, LOOP2), (2, WAVE2), (4, LOOP3), (4, WAVE3), (3, WAVE2)])
 def test_tied_embedding(world, ranks, prt):
-    stock = world(ranks).run(training.train, "tied", ranks, config(4))
+    stock = world(ranks).reference(training.train, "tied", ranks, config(4))
     assert_same(stock, world(ranks).run(training.train, "tied", ranks, config(4, prt=prt)))
 
 
 @BOTH
 @pytest.mark.parametrize("model", ["blocks", "tied"])
 def test_data_parallel_beside_pipeline(world, prt, model):
-    stock = world(4).run(training.train, model, 2, config(3, dp=2))
+    stock = world(4).reference(training.train, model, 2, config(3, dp=2))
     assert_same(stock, world(4).run(training.train, model, 2, config(3, dp=2, prt=prt)))
 
 
@@ -78,7 +78,7 @@ PRECISIONS = {
 @pytest.mark.parametrize("model", ["blocks", "tied"])
 def test_mixed_precision_and_zero(world, precision, dp, model):
     more = PRECISIONS[precision]
-    stock = world(2 * dp).run(training.train, model, 2, config(3, dp=dp, **more), steps=3)
+    stock = world(2 * dp).reference(training.train, model, 2, config(3, dp=dp, **more), steps=3)
     ours = world(2 * dp).run(training.train, model, 2, config(3, dp=dp, prt=LOOP2, **more), steps=3)
     assert_same(stock, ours, tolerance=1e-6 if precision == "zero1" else 2e-2)
 
@@ -189,7 +189,7 @@ PREPARATIONS = [_shared, _same_dicts_twice, _reversed, _named, _generator, _lazy
 @BOTH
 @pytest.mark.parametrize("prepare", PREPARATIONS)
 def test_parameters_and_changes_after_construction(world, prt, prepare):
-    stock = world(2).run(training.train, "blocks", 2, config(3), prepare=prepare, steps=3)
+    stock = world(2).reference(training.train, "blocks", 2, config(3), prepare=prepare, steps=3)
     assert_same(stock, world(2).run(training.train, "blocks", 2, config(3, prt=prt), prepare=prepare, steps=3))
 
 
@@ -209,6 +209,6 @@ def _last_half_frozen(module):
 @pytest.mark.parametrize("prepare", [_first_half_frozen, _last_half_frozen])
 def test_a_frozen_rank(world, prt, prepare):
     """The stock engine cannot train it on two ranks, so one rank is the reference."""
-    stock = world(1).run(training.train, "blocks", 1, config(3), prepare=prepare, steps=3)
+    stock = world(1).reference(training.train, "blocks", 1, config(3), prepare=prepare, steps=3)
     ours = world(2).run(training.train, "blocks", 2, config(3, prt=prt), prepare=prepare, steps=3)
     assert_same(stock * 2, ours)
