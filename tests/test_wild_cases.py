@@ -714,6 +714,22 @@ def test_every_layer_is_checkpointed(world, prt, seed_layers):
     assert world(2).run(counted, prt, seed_layers) == world(2).reference(counted, None, seed_layers) == [18, 18]
 
 
+def with_partial(prt):
+    """A function layer that is a partial of the user's own, and an activation that is compiled."""
+    import functools
+    torch.manual_seed(1)
+    layers = [layer for _ in range(4) for layer in (LayerSpec(Block), functools.partial(torch.softmax, dim=-1))]
+    module = PipelineModule(layers, num_stages=2, loss_fn=mse, seed_layers=True, partition_method="uniform")
+    engine, *_ = deepspeed.initialize(model=module, config=config(3, prt=prt, gradient_clipping=1.0))
+    iterator = on_ends(engine, vectors(3))
+    return {"losses": [engine.train_batch(iterator).item() for _ in range(3)], "weights": weights(engine)}
+
+
+@PLANS
+def test_a_partial_as_a_layer(world, prt):
+    assert_same(world(2).reference(with_partial, None), world(2).run(with_partial, prt), tolerance=1e-6)
+
+
 def compiled_tied(prt):
     module = training.build("tied", 2)
     module.compile(backend="eager")
@@ -762,3 +778,85 @@ def test_no_live_activation_after_a_batch(world, prt):
         for before, after, buffers in world(2).run(live_tensors, prt, gas):
             assert after <= before
             assert buffers <= 2 * prt["reuse"] + 2
+
+
+# Optimizers
+
+
+ZERO1 = {"zero_optimization": {"stage": 1}}
+BF16 = {"bf16": {"enabled": True}}
+
+
+def torch_style(more, prt):
+    """Case 36."""
+    engine, *_ = deepspeed.initialize(model=training.build("blocks", 2), config=config(3, prt=prt, **more))
+    engine._support_torch_style_backward = True
+    iterator = training.data("blocks", engine)
+    return {"losses": [engine.train_batch(iterator).item() for _ in range(3)], "weights": weights(engine)}
+
+
+@PLANS
+@pytest.mark.parametrize("more", [{}, BF16, ZERO1], ids=["fp32", "bf16", "zero1"])
+def test_torch_style_backward(world, prt, more):
+    stock = world(2).reference(training.train, "blocks", 2, config(3, **more), steps=3)
+    assert_same(stock, world(2).run(torch_style, more, prt), tolerance=2e-2 if more == BF16 else 1e-6)
+
+
+@PLANS
+@pytest.mark.parametrize("more", [ZERO1, {**BF16, **ZERO1}], ids=["zero1", "bf16_zero1"])
+def test_the_norm_counts_tied_weights_once(world, prt, more):
+    """Case 40: as on one rank."""
+    clipped = {"gradient_clipping": 0.1, **more}
+    stock = world(1).reference(training.train, "tied", 1, config(4, **clipped), steps=1)
+    for report in world(2).run(training.train, "tied", 2, config(4, prt=prt, **clipped), steps=1):
+        assert report["norm"] > 0.1
+        assert float(report["norm"]) == pytest.approx(float(stock[0]["norm"]), rel=1e-2 if "bf16" in more else 1e-5)
+
+
+class Branch(nn.Module):
+    """Uses its second branch only where the inputs say so."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        use = torch.distributed.get_rank() % 2 == 0
+        return torch.tanh(self.always(x) + (self.sometimes(x) if use else 0))
+
+
+def branches(more, prt):
+    """Case 44: a branch that one data-parallel replica never uses."""
+    torch.manual_seed(1)
+    module = PipelineModule([LayerSpec(Branch) for _ in range(8)], num_stages=2, loss_fn=mse, seed_layers=True,
+                            partition_method="uniform")
+    engine, *_ = deepspeed.initialize(model=module, config=config(3, dp=2, prt=prt, **more))
+    data = ((x.bfloat16(), y) if "bf16" in more else (x, y) for x, y in vectors(3))
+    return [engine.train_batch(on_ends(engine, data)).item() for _ in range(3)]
+
+
+@pytest.mark.parametrize("more", [{}, ZERO1, {**BF16, **ZERO1}], ids=["zero0", "zero1", "bf16_zero1"])
+def test_a_branch_that_one_replica_never_uses(world, more):
+    losses = world(4).run(branches, more, {"reuse": 2})
+    assert losses[0] == losses[1] == losses[2] == losses[3]
+    assert losses[0][-1] < losses[0][0]
+
+
+@PLANS
+def test_overlapped_reduction(world, prt):
+    """Case 57."""
+    more = {"zero_optimization": {"stage": 1, "overlap_comm": True, "contiguous_gradients": True}, **BF16}
+    stock = world(4).reference(training.train, "blocks", 2, config(3, dp=2, **more), steps=3)
+    assert_same(stock, world(4).run(training.train, "blocks", 2, config(3, dp=2, prt=prt, **more), steps=3), 2e-2)
+
+
+def none_in_the_middle(prt):
+    """Case 23."""
+    engine, *_ = deepspeed.initialize(model=training.build("blocks", 4), config=config(3, prt=prt))
+    iterator = vectors(3) if engine.stage_id in (0, 3) else None
+    return {"losses": [engine.train_batch(iterator).item() for _ in range(2)], "weights": weights(engine)}
+
+
+@PLANS
+def test_a_loader_on_the_ends_only(world, prt):
+    assert_same(world(4).reference(none_in_the_middle, None), world(4).run(none_in_the_middle, prt))
