@@ -23,12 +23,12 @@ class ClientParameters:
         self.optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         # A generator is used up here, before the layers move.
         self.model_parameters: Any = None if model_parameters is None else list(model_parameters)
-        self._lists: list[list[dict[str, Any]]] = []
+        self._groups: list[dict[str, Any]] = []
         if self.optimizer is not None:
             # DeepSpeed ignores model_parameters beside an optimizer object, and their groups may be the same dicts.
-            self._lists.append(self.optimizer.param_groups)
+            self._groups = self.optimizer.param_groups
         elif self.model_parameters is not None:
-            self._lists.append(self._as_groups(self.model_parameters))
+            self._groups = self._as_groups(self.model_parameters)
         self._origin: dict[int, ParameterKey] = {}
 
     @staticmethod
@@ -50,12 +50,11 @@ class ClientParameters:
             raise PRTConfigError(f"the {type(self.optimizer).__name__} passed to deepspeed.initialize already has "
                                  "state, which cannot follow the layers to other ranks; pass a new optimizer and load "
                                  "a checkpoint afterwards")
-        for groups in self._lists:
-            for group in groups:
-                for parameter in group["params"]:
-                    if not isinstance(parameter, torch.Tensor):
-                        raise PRTConfigError(f"model_parameters holds a {type(parameter).__name__}; pass parameters, "
-                                             "or dicts with a \"params\" list of them")
+        for group in self._groups:
+            for parameter in group["params"]:
+                if not isinstance(parameter, torch.Tensor):
+                    raise PRTConfigError(f"model_parameters holds a {type(parameter).__name__}; pass parameters, or "
+                                         "dicts with a \"params\" list of them")
 
     def note_origin(self, parameters: list[tuple[ParameterKey, nn.Parameter]]) -> None:
         """Remember where each local parameter was; a shared one was where it comes first."""
@@ -67,24 +66,22 @@ class ClientParameters:
         came_from = {id(parameter): key for key, parameter in reversed(parameters)}
         in_order = [(came_from[id(parameter)], parameter) for parameter in module.parameters()
                     if id(parameter) in came_from]
-        everyones = control.gather([self._describe(groups) for groups in self._lists])
-        for position, groups in enumerate(self._lists):
-            self._regroup(groups, [theirs[position] for theirs in everyones if position < len(theirs)], in_order)
+        everyones = control.gather(self._describe())
+        self._regroup(everyones, in_order)
         if self.model_parameters is not None and self.optimizer is None:
-            groups = self._lists[0]
-            is_plain = len(groups) == 1 and groups[0].keys() == {"params"}
-            self.model_parameters = groups[0]["params"] if is_plain else groups
+            is_plain = len(self._groups) == 1 and self._groups[0].keys() == {"params"}
+            self.model_parameters = self._groups[0]["params"] if is_plain else self._groups
         if not self.model_parameters and self.optimizer is None \
                 and (self.model_parameters is not None or not any(True for _ in module.parameters())):
             # torch refuses an empty list of parameters, but not a group without any.
             self.model_parameters = [{"params": []}]
 
-    def _describe(self, groups: list[dict[str, Any]]) -> list[tuple[dict[str, Any], list[ParameterKey]]]:
+    def _describe(self) -> list[tuple[dict[str, Any], list[ParameterKey]]]:
         return [(_options(group),
                  [self._origin[id(parameter)] for parameter in group["params"] if id(parameter) in self._origin])
-                for group in groups]
+                for group in self._groups]
 
-    def _regroup(self, groups: list[dict[str, Any]], everyones: list, parameters: list) -> None:
+    def _regroup(self, everyones: list, parameters: list) -> None:
         options: list[dict[str, Any]] = []
         place_of: dict[ParameterKey, tuple[int, int, int]] = {}
         for rank, theirs in enumerate(everyones):
@@ -96,7 +93,7 @@ class ClientParameters:
                 taken.add(index)
                 # The user's order is kept, since optimizer state goes by position.
                 place_of.update((key, (index, rank, position)) for position, key in enumerate(members))
-        mine = {index: group for index, group in self._match(groups, options)}
+        mine = dict(self._match(options))
         for index, option in enumerate(options):
             members = [parameter for key, parameter in sorted(
                 ((place_of[key], parameter) for key, parameter in parameters if key in place_of),
@@ -105,13 +102,12 @@ class ClientParameters:
                 outside = [parameter for parameter in mine[index]["params"] if id(parameter) not in self._origin]
                 mine[index]["params"] = outside + members
             else:
-                groups.append({**option, "params": members})
+                self._groups.append({**option, "params": members})
 
-    @staticmethod
-    def _match(groups: list[dict[str, Any]], options: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
+    def _match(self, options: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
         taken: set[int] = set()
         matched = []
-        for group in groups:
+        for group in self._groups:
             mine = _options(group)
             group.pop("param_names", None)
             index = next(i for i, known in enumerate(options) if i not in taken and known == mine)

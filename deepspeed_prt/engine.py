@@ -357,11 +357,9 @@ class PRTPipelineEngine(PipelineEngine):
             self.loss = outputs
         if self.eval_return_logits:
             self.outputs = outputs
-        detached = self.loss.detach() if torch.is_tensor(self.loss) else [part.detach() for part in self.loss]
         additional = self.module.get_additional_losses()
-        self._losses[micro_batch] = detached, None if additional is None else {
-            name: value.detach() if torch.is_tensor(value) else [part.detach() for part in value]
-            for name, value in additional.items()
+        self._losses[micro_batch] = _detach(self.loss), None if additional is None else {
+            name: _detach(value) for name, value in additional.items()
         }
         if torch.is_grad_enabled():
             self.pipe_buffers['losses'][buffer_id] = self.loss
@@ -601,6 +599,11 @@ def _gradients(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             if tensor.requires_grad]
 
 
+def _detach(loss: Any) -> Any:
+    """A loss, a tensor or several, without its graph."""
+    return loss.detach() if torch.is_tensor(loss) else [part.detach() for part in loss]
+
+
 def _add(total: Any, loss: Any) -> Any:
     """Add one micro-batch's loss, a tensor or a list of them, to a sum that may not exist yet."""
     if torch.is_tensor(loss):
@@ -627,7 +630,8 @@ def _refuse_unsupported(section: PRTConfig, config_class: Any, model: Any) -> No
             raise PRTConfigError('"partition" comes too late for a PRTPipelineModule, which is cut already; pass '
                                  "partition= to its constructor and leave the key out")
         have = model.placement
-        if section.reuse not in ("auto", have.reuse) or section.placement != have.name:
+        asks_for_placement = "placement" in section.model_fields_set
+        if section.reuse not in ("auto", have.reuse) or (asks_for_placement and section.placement != have.name):
             raise PRTConfigError(f'the "prt" section asks for reuse {section.reuse} in a {section.placement}, but the '
                                  f"PRTPipelineModule was built with reuse {have.reuse} in a {have.name}; make them "
                                  'agree, or leave "reuse" and "placement" out')

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 
 import deepspeed
 import pytest
@@ -28,6 +29,8 @@ def initialize(ds_config, kind="pipeline", **arguments):
                                               loss_fn=mse, partition_method="uniform"),
         "prt": lambda: PRTPipelineModule(blocks(12), num_stages=2, loss_fn=mse, seed_layers=True,
                                          partition_method="uniform", reuse=3),
+        "prt_wave": lambda: PRTPipelineModule(blocks(12), num_stages=2, loss_fn=mse, seed_layers=True,
+                                              partition_method="uniform", reuse=2, placement="wave"),
     }[kind]()
     engine, *_ = deepspeed.initialize(model=model, config=ds_config, **{k: v(model) for k, v in arguments.items()})
     return engine, model
@@ -67,6 +70,7 @@ REFUSED = [
     ("plain", config(prt={}, dp=2), "cannot take effect on a Block"),
     ("prt", config(prt={"reuse": 2}), "was built with reuse 3"),
     ("prt", config(prt={"partition": [0, 2, 4, 6, 8, 10, 12]}), "comes too late for a PRTPipelineModule"),
+    ("prt_wave", config(prt={"placement": "loop"}), "was built with reuse 2 in a wave"),
     ("alternating", config(prt={"reuse": 2}, zero_optimization={"stage": 1}), r"rank 1 would hold layers \[1, 3\]"),
 ]
 
@@ -77,7 +81,6 @@ def test_refused_on_every_rank(world, kind, ds_config, message):
         world(2).run(class_name, ds_config, kind)
     assert sorted(failure.value.errors) == [0, 1]
     for _, text in failure.value.errors.values():
-        import re
         assert re.search(message, text), text
 
 
@@ -138,18 +141,19 @@ def test_references_random_numbers_and_the_log(world):
     assert reports[1]["said"] == []
 
 
-def direct(prt):
+def direct(prt, kind):
     """A PRTPipelineModule built directly, without a section or with one that agrees."""
-    engine, module = initialize(config(3, prt=prt), "prt")
+    engine, module = initialize(config(3, prt=prt), kind)
     assert type(engine).__name__ == "PRTPipelineEngine"
     iterator = training.data("blocks", engine)
     return {"losses": [engine.train_batch(iterator).item() for _ in range(3)], "weights": weights(engine)}
 
 
-@pytest.mark.parametrize("prt", [None, {}, {"reuse": 3}])
-def test_a_module_built_directly(world, prt):
+@pytest.mark.parametrize(("prt", "kind"), [(None, "prt"), ({}, "prt"), ({"reuse": 3}, "prt"), (None, "prt_wave"),
+                                           ({}, "prt_wave"), ({"placement": "wave"}, "prt_wave")])
+def test_a_module_built_directly(world, prt, kind):
     stock = world(2).run(training.train, "blocks", 2, config(3), steps=3)
-    assert_same(stock, world(2).run(direct, prt))
+    assert_same(stock, world(2).run(direct, prt, kind))
 
 
 def auto_reuse(layers, method, stages):

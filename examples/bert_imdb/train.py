@@ -116,7 +116,7 @@ def main() -> None:
     )
     engine, *_ = deepspeed.initialize(args=args, model=model,
                                       model_parameters=[p for p in model.parameters() if p.requires_grad])
-    micro_batch, _micro_batches = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    micro_batch = engine.train_micro_batch_size_per_gpu()
     replica, replicas = engine.grid.get_data_parallel_rank(), engine.grid.get_data_parallel_world_size()
 
     # The first rank takes the tokens and the last one the labels; here every rank has an iterator over the same.
