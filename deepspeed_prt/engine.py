@@ -79,8 +79,9 @@ class PRTPipelineEngine(PipelineEngine):
             check(model.placement)
         else:
             client = ClientParameters(model_parameters, optimizer)
-            needs_parameters = config_class.zero_optimization_stage == 1 and not config_class.bfloat16_config.enabled
-            migrate(model, section, client, self._control, check, needs_parameters)
+            wrapped = (config_class.zero_optimization_stage == 1 or config_class.bfloat16_config.enabled
+                       or config_class.float16_config.enabled)
+            migrate(model, section, client, self._control, check, every_rank_trains=wrapped)
             model_parameters = client.model_parameters
             set_optimizer_flags(config_class, model)
         super().__init__(*args, model=model, config_class=config_class, optimizer=optimizer,

@@ -34,7 +34,7 @@ def migrate(module: PipelineModule, section: PRTConfig, client: ClientParameters
     ``module`` stays the same object, of the same class name, now also a PRTPipelineModule. ``client`` (the optimizer
     and parameter groups passed to ``deepspeed.initialize``) follows the layers. ``check`` raises if nothing can be run
     on a placement. ``every_rank_trains`` refuses a placement that leaves a rank without trainable parameters, which
-    ZeRO-1 cannot do with.
+    DeepSpeed's optimizers for ZeRO-1, bf16 and fp16 cannot do with.
 
     Raises:
         PRTError: the model cannot be cut or moved as asked; on every rank, before anything has changed.
@@ -194,8 +194,8 @@ class _Move:
             layers = [index for index, owner in enumerate(self.new_owner) if owner == rank]
             if not any(self.parameter_counts[index] for index in layers):
                 raise PRTConfigError(f"rank {rank} would hold layers {layers}, none of which has a trainable "
-                                     'parameter, and ZeRO-1 needs one on every rank; use another "placement", "reuse" '
-                                     'or "partition", or ZeRO-0')
+                                     'parameter, and ZeRO-1, bf16 and fp16 need one on every rank; use another '
+                                     '"placement", "reuse" or "partition"')
 
     def local_parameters(self) -> Iterator[tuple[ParameterKey, nn.Parameter]]:
         """This rank's parameters before the move."""

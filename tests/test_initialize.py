@@ -71,6 +71,8 @@ REFUSED = [
     ("prt", config(prt={"reuse": 2}), "was built with reuse 3"),
     ("prt", config(prt={"partition": [0, 2, 4, 6, 8, 10, 12]}), "comes too late for a PRTPipelineModule"),
     ("prt_wave", config(prt={"placement": "loop"}), "was built with reuse 2 in a wave"),
+    ("alternating", config(prt={"reuse": 2}, bf16={"enabled": True}),
+     r"rank 1 would hold layers \[1, 3\]"),
     ("alternating", config(prt={"reuse": 2}, zero_optimization={"stage": 1}), r"rank 1 would hold layers \[1, 3\]"),
 ]
 

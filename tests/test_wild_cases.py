@@ -860,3 +860,52 @@ def none_in_the_middle(prt):
 @PLANS
 def test_a_loader_on_the_ends_only(world, prt):
     assert_same(world(4).reference(none_in_the_middle, None), world(4).run(none_in_the_middle, prt))
+
+
+WHOLE = {"pipe_partitioned": False, "grad_partitioned": False}
+
+
+def sliced(prt):
+    """Cases 25 and 58: two tensor-parallel ranks, data on the first of them, which set_batch_fn broadcasts."""
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+    torch.manual_seed(1)
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
+    module = PipelineModule(blocks(8), topology=topology, loss_fn=mse, seed_layers=True, partition_method="uniform")
+    engine, *_ = deepspeed.initialize(model=module, config=config(3, prt=prt, pipeline=WHOLE))
+    calls = []
+    group = engine.grid.get_slice_parallel_group()
+    first = torch.distributed.get_process_group_ranks(group)[0]
+
+    def share(batch):
+        calls.append(batch is not None)
+        batch = batch or tuple(torch.zeros(MICRO_BATCH, 3, WIDTH) for _ in range(2))
+        for tensor in batch:
+            torch.distributed.broadcast(tensor, first, group=group)
+        return batch
+
+    engine.set_batch_fn(share)
+    iterator = on_ends(engine, vectors(3)) if engine.grid.get_slice_parallel_rank() == 0 else None
+    losses = [engine.train_batch(iterator).item() for _ in range(2)]
+    return {"losses": losses, "weights": weights(engine), "calls": len(calls)}
+
+
+@PLANS
+def test_tensor_parallel_ranks_that_share_data(world, prt):
+    ours = world(4).run(sliced, prt)
+    assert_same(world(4).reference(sliced, None), ours)
+    assert [report["calls"] for report in ours] == [6, 6, 6, 6]
+
+
+def untrained_rank(prt, stages):
+    """Case 28: in a loop of single layers the second rank gets the layers without parameters."""
+    torch.manual_seed(1)
+    layers = [LayerSpec(Block), nn.Tanh(), LayerSpec(Block), nn.Tanh()]
+    module = PipelineModule(layers, num_stages=stages, loss_fn=mse, seed_layers=True, partition_method="uniform")
+    engine, *_ = deepspeed.initialize(model=module, config=config(3, prt=prt))
+    iterator = on_ends(engine, vectors(3))
+    return {"losses": [engine.train_batch(iterator).item() for _ in range(3)], "weights": weights(engine)}
+
+
+def test_a_rank_with_nothing_to_train(world):
+    stock = world(1).reference(untrained_rank, None, 1)
+    assert_same(stock * 2, world(2).run(untrained_rank, {"reuse": 2}, 2))
