@@ -26,6 +26,10 @@ HEADER_SIZE = 256
 """Numbers in a header: enough for about 30 tensors."""
 
 
+Boundary: TypeAlias = "tuple[str, int, int]"
+"""Where an activation passes: the mode (``"train"`` or ``"eval"``), the stage that sends it, and the pipe."""
+
+
 class TensorSpec(NamedTuple):
     """What a receiver has to know of a tensor."""
 
@@ -55,7 +59,7 @@ class MessageSpec(NamedTuple):
 class Receive:
     """One message on its way in."""
 
-    def __init__(self, boundary: tuple[str, int], spec: MessageSpec | None, tensors: Sequence[TensorSpec] = ()) -> None:
+    def __init__(self, boundary: Boundary, spec: MessageSpec | None, tensors: Sequence[TensorSpec] = ()) -> None:
         self.boundary = boundary
         self.spec = spec
         self.wanted = tuple(tensors)
@@ -87,14 +91,14 @@ class Channels:
         self._pipe_ranks = pipe_ranks
         self._rank = rank
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
-        hops = {(placement.route[stage - 1], placement.route[stage])
-                for stage in range(1, placement.stages) if placement.is_remote(stage)}
+        hops = {(route[stage - 1], route[stage])
+                for route in placement.routes for stage in range(1, placement.stages) if placement.is_remote(stage)}
         for ranks in topology.get_axis_comm_lists("pipe"):
             for source, target in sorted(hops | {(target, source) for source, target in hops}):
                 group = dist.new_group([ranks[source], ranks[target]])
                 if list(ranks) == list(pipe_ranks) and rank in (source, target):
                     self._groups[source, target] = group
-        self._agreed: dict[tuple[str, int], MessageSpec] = {}
+        self._agreed: dict[Boundary, MessageSpec] = {}
         self._expected: dict[int, deque[Receive]] = {source: deque() for source, _ in self._groups}
         self._sending = _Sending(pollable=device.type != "cpu")
 
@@ -102,13 +106,13 @@ class Channels:
         """Agree on shapes anew, in one mode (``"train"`` or ``"eval"``) or in all."""
         self._agreed = {} if mode is None else {key: spec for key, spec in self._agreed.items() if key[0] != mode}
 
-    def send_activation(self, value: torch.Tensor | tuple[torch.Tensor, ...], boundary: tuple[str, int],
+    def send_activation(self, value: torch.Tensor | tuple[torch.Tensor, ...], boundary: Boundary,
                         target: int) -> MessageSpec:
         """Start to send a stage's output; returns what the receiver takes it for.
 
         Args:
             value: the output.
-            boundary: the mode and the sending stage.
+            boundary: where it passes.
             target: the receiving pipe rank.
 
         Raises:
@@ -132,7 +136,7 @@ class Channels:
         for gradient in gradients:
             self._send(gradient.contiguous(), target)
 
-    def send_poison(self, boundary: tuple[str, int], target: int) -> MessageSpec | None:
+    def send_poison(self, boundary: Boundary, target: int) -> MessageSpec | None:
         """Stand in for an activation that could not be computed, so that the channel stays in step.
 
         Returns what the receiver takes it for; None if the receiver learns that there is nothing.
@@ -150,13 +154,13 @@ class Channels:
         for tensor in tensors:
             self._send(torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device), target)
 
-    def post_activation(self, boundary: tuple[str, int], source: int) -> Receive:
-        """Post the receive of a stage's input; ``boundary`` is the mode and the sending stage."""
+    def post_activation(self, boundary: Boundary, source: int) -> Receive:
+        """Post the receive of a stage's input."""
         return self._post(Receive(boundary, None), source)
 
     def post_gradients(self, tensors: Sequence[TensorSpec], source: int) -> Receive:
         """Post the receive of gradients."""
-        return self._post(Receive(("gradient", -1), MessageSpec(True, tuple(tensors)), tensors), source)
+        return self._post(Receive(("gradient", -1, 0), MessageSpec(True, tuple(tensors)), tensors), source)
 
     def wait(self, receive: Receive, source: int) -> list[torch.Tensor]:
         """The tensors of a message, once they are there.
@@ -177,7 +181,7 @@ class Channels:
         """Wait until everything sent has left."""
         self._sending.flush()
 
-    def _needs_header(self, boundary: tuple[str, int]) -> bool:
+    def _needs_header(self, boundary: Boundary) -> bool:
         return self._dynamic_shape or boundary not in self._agreed
 
     def _send(self, tensor: torch.Tensor, target: int) -> None:

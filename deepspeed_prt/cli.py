@@ -11,11 +11,15 @@ from rich.console import Console
 from rich.table import Table
 
 from .drawing import as_text, to_file
+from .program.bounds import ideal_time, lower_bound
+from .program.costs import Costs
 from .program.csv_format import to_csv
 from .program.orders import ORDERS
-from .program.placement import Placement
-from .program.simulator import Costs, Timeline, ideal_time, lower_bound, simulate
+from .program.placement import DIRECTIONS, PLACEMENTS, Placement
+from .program.simulator import Timeline, simulate
 from .program.sources import program_from
+
+_SPLIT = {"auto": None, "true": True, "false": False}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,14 +45,15 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--ranks", type=int, required=True, help="pipeline ranks p, one per GPU")
     plan.add_argument("--micro-batches", type=int, required=True,
                       help="micro-batches m per step (gradient_accumulation_steps)")
-    plan.add_argument("--reuse", type=int, default=1, help="stages per rank v")
-    plan.add_argument("--placement", choices=["loop", "wave"], default="loop", help="which rank runs which stage")
+    plan.add_argument("--reuse", type=int, default=1, help="stages per rank and pipe v")
+    plan.add_argument("--placement", choices=PLACEMENTS, default="loop", help="which rank runs which stage")
     plan.add_argument("--schedule", default="auto",
                       help=f"auto, {', '.join(ORDERS)}, a .csv file, or package.module:function")
-    plan.add_argument("--direction", choices=["unidirectional"], default="unidirectional",
-                      help="where micro-batches enter")
-    plan.add_argument("--split-backward", choices=["auto", "false"], default="auto",
-                      help="whether input and weight gradients are separate actions")
+    plan.add_argument("--direction", choices=DIRECTIONS, default="unidirectional",
+                      help="whether micro-batches enter at rank 0, or in turn at both ends")
+    plan.add_argument("--split-backward", choices=list(_SPLIT), default="auto",
+                      help="whether input and weight gradients are separate actions; auto: as is best, or as the "
+                      "schedule has it")
     plan.add_argument("--forward-ms", type=float, default=1.0, help="forward time")
     plan.add_argument("--input-grad-ms", type=float, default=1.0, help="time of the input gradients")
     plan.add_argument("--weight-grad-ms", type=float, default=1.0, help="time of the weight gradients")
@@ -63,10 +68,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    placement = Placement(options.placement, options.ranks, options.reuse)
-    program = program_from(options.schedule, placement, options.micro_batches, options.max_in_flight)
-    backward = options.input_grad_ms + options.weight_grad_ms
-    costs = Costs.uniform(placement, options.forward_ms, backward, options.latency_ms)
+    placement = Placement(options.placement, options.ranks, options.reuse, options.direction)
+    times = options.forward_ms, options.input_grad_ms, options.weight_grad_ms, options.latency_ms
+    costs = Costs.uniform(placement, *times)
+    split = _SPLIT[options.split_backward]
+    program = program_from(options.schedule, placement, options.micro_batches, options.max_in_flight, costs, split)
     timeline = simulate(program, costs)
     ideal = ideal_time(placement, options.micro_batches, costs)
     report: dict[str, Any] = {
@@ -80,7 +86,7 @@ def _plan(options: argparse.Namespace) -> int:
         "ideal_ms": ideal,
         "ratio": timeline.makespan / ideal,
         "bubble_fraction": timeline.bubble_fraction,
-        "lower_bound_ms": lower_bound(placement, options.micro_batches, costs),
+        "lower_bound_ms": lower_bound(placement, options.micro_batches, costs, split is not False),
         "peak_in_flight": [program.peak_in_flight(rank) for rank in range(options.ranks)],
         "actions": [[str(action) for action in row] for row in program.rows],
     }
@@ -88,8 +94,8 @@ def _plan(options: argparse.Namespace) -> int:
         to_csv(program, options.csv)
     if options.picture:
         plain = Placement("loop", options.ranks, 1)
-        plain_costs = Costs.uniform(plain, options.forward_ms, backward, options.latency_ms)
-        title = f"{program.schedule}, reuse {options.reuse}, {options.placement}"
+        plain_costs = Costs.uniform(plain, *times)
+        title = f"{program.schedule}, reuse {options.reuse}, {options.placement}, {options.direction}"
         to_file({"1f1b, reuse 1": (simulate(program_from("1f1b", plain, options.micro_batches), plain_costs), plain),
                  title: (timeline, placement)}, options.picture)
     if options.json:
@@ -102,8 +108,8 @@ def _plan(options: argparse.Namespace) -> int:
 def _print_table(report: dict[str, Any], timeline: Timeline, placement: Placement) -> None:
     console = Console()
     table = Table(show_header=False, title=f"{report['ranks']} ranks x {report['reuse']} stages in a "
-                                           f"{report['placement']}, {report['micro_batches']} micro-batches, "
-                                           f"{report['schedule']}")
+                                           f"{report['placement']}, {report['direction']}, "
+                                           f"{report['micro_batches']} micro-batches, {report['schedule']}")
     peaks = report["peak_in_flight"]
     for name, value in (
         ("step", f"{report['makespan_ms']:.3f} ms"),
@@ -119,8 +125,8 @@ def _print_table(report: dict[str, Any], timeline: Timeline, placement: Placemen
     console.print(table)
     for line in as_text(timeline, placement, max(console.width - len(f"rank {placement.ranks - 1} "), 20)):
         console.print(line, no_wrap=True, crop=True)
-    console.print("digits: forward of that micro-batch; letters: backward (a is micro-batch 0); dots: idle; "
-                  "colours: the rank's stages", style="dim")
+    console.print("digits: forward of that micro-batch; letters: backward (a is micro-batch 0); capitals: weight "
+                  "gradients, where they are apart; dots: idle; colours: the rank's stages", style="dim")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, StrictBool, ValidationError, field_validator
 
 from .errors import PRTConfigError
 from .program.orders import ORDERS
@@ -13,8 +13,6 @@ from .program.orders import ORDERS
 SECTION = "prt"
 
 _LATER = {
-    ("direction", "bidirectional"): "bidirectional pipelines do not exist yet; use \"unidirectional\"",
-    ("split_backward", True): "a split backward does not exist yet; use false or \"auto\"",
     ("partition", "profile"): "partitioning by profile does not exist yet; use null, \"uniform\", \"parameters\", "
                               "\"type:REGEX\" or a list of boundaries",
 }
@@ -26,11 +24,11 @@ class PRTConfig(DeepSpeedConfigModel):
     enabled: bool = True
     """False leaves DeepSpeed untouched."""
 
-    direction: Literal["unidirectional"] = "unidirectional"
-    """Micro-batches enter at rank 0."""
+    direction: Literal["unidirectional", "bidirectional"] = "unidirectional"
+    """Micro-batches enter at rank 0, or in turn at both ends, with two copies of each stage."""
 
     reuse: PositiveInt | Literal["auto"] = "auto"
-    """Stages per rank; "auto" takes the most that leave the ranks balanced."""
+    """Stages per rank and pipe; "auto" takes the most that leave the ranks balanced."""
 
     placement: Literal["loop", "wave"] = "loop"
     """Which rank runs which stage; see :class:`~deepspeed_prt.program.placement.Placement`."""
@@ -38,8 +36,8 @@ class PRTConfig(DeepSpeedConfigModel):
     schedule: str = "auto"
     """Compute order: a name, the path of a CSV file, or ``package.module:function``."""
 
-    split_backward: Literal["auto"] | Literal[False] = "auto"
-    """Whether input and weight gradients are separate actions."""
+    split_backward: Literal["auto"] | StrictBool = "auto"
+    """Whether input and weight gradients are separate actions; "auto" splits where that makes the step shorter."""
 
     max_in_flight: PositiveFloat | None = None
     """Cap on a rank's activations, in micro-batches of a whole rank; null is p."""
@@ -49,6 +47,11 @@ class PRTConfig(DeepSpeedConfigModel):
 
     trace: None = None
     """Reserved."""
+
+    @property
+    def split(self) -> bool | None:
+        """``split_backward``, with None for "auto"."""
+        return None if self.split_backward == "auto" else self.split_backward
 
     @field_validator("schedule")
     @classmethod

@@ -24,23 +24,25 @@ class Control:
             if global_rank in ranks:
                 self.pipe_group, self.pipe_ranks = group, ranks
 
-    def agree(self, error: BaseException | None, doing: str, when: float = 0.0) -> None:
-        """Carry on only if no rank has an error; a collective over the world.
+    def agree(self, error: BaseException | None, doing: str, when: float = 0.0, flag: bool = False) -> bool:
+        """Carry on only if no rank has an error; a collective over the world. Returns whether any rank set ``flag``.
 
         Args:
             error: what went wrong here, if anything did.
             doing: what the ranks were doing, for the message.
             when: the time of the error. Others may follow from the first, which is the one that is named.
+            flag: anything that all ranks have to know if it holds on one.
 
         Raises:
             BaseException: this rank's own error, with its traceback, if no other rank had one before.
             StopIteration: another rank's data iterator ended.
             RankFailedError: another rank has an error; the message names it.
         """
-        failures = torch.tensor(0 if error is None else 1)
-        dist.all_reduce(failures, dist.ReduceOp.MAX, group=self._world)
-        if not failures:
-            return
+        raised = torch.tensor([error is not None, flag], dtype=torch.uint8)
+        dist.all_reduce(raised, dist.ReduceOp.MAX, group=self._world)
+        has_failed, is_flagged = raised.tolist()
+        if not has_failed:
+            return bool(is_flagged)
         report = None
         if error is not None and not isinstance(error, PoisonedMessage):
             report = (when, self.global_rank, type(error) is StopIteration, f"{type(error).__name__}: {error}")

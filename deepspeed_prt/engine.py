@@ -4,11 +4,13 @@ import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from deepspeed import set_optimizer_flags
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -17,7 +19,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from . import schedule
-from .channels import Channels, MessageSpec, Receive
+from .channels import Boundary, Channels, MessageSpec, Receive
 from .client import ClientParameters
 from .clipping import clip_like_stock
 from .config import PRTConfig, read_section
@@ -26,11 +28,14 @@ from .errors import PoisonedMessage, PRTConfigError, PRTError
 from .gradients import add_shared_gradients, fill_missing_gradients, reduce_tied_gradients
 from .migration import migrate
 from .module import PRTPipelineModule
-from .program.placement import Placement
+from .program.costs import Costs
+from .program.placement import DOWN, Placement
 from .program.program import Program, forward_only
-from .program.simulator import Costs, simulate
+from .program.simulator import simulate
 from .program.sources import program_from
+from .replicas import ReplicaNorms, Replicas
 from .schedule import PRTSchedule
+from .split_backward import Deferred, SplitBackward, accumulate
 
 _LAYOUT = "prt_layout"
 """The key of a checkpoint under which each rank's layers stand."""
@@ -68,6 +73,7 @@ class PRTPipelineEngine(PipelineEngine):
         _refuse_unsupported(section, config_class, model)
         self._section = section
         self._control = Control(model.topology(), model.global_rank)
+        self._control.agree(_refuse_experts(section, model), "looking at the model")
         self._programs: dict[int, Program] = {}
         self._schedules: dict[tuple[int, bool], PRTSchedule] = {}
 
@@ -89,14 +95,17 @@ class PRTPipelineEngine(PipelineEngine):
         self._channels = Channels(self.placement, model.topology(), self.grid.pp_group, self.stage_id, self.device,
                                   self.dynamic_shape)
         self._last_stage = self.placement.stages - 1
-        self._loss_rank = self.placement.rank_of(self._last_stage)
+        self._loss_rank = self.placement.rank_of(self._last_stage, DOWN)
+        self._replicas = Replicas(self.module, self.optimizer, self._config.zero_config.reduce_bucket_size)
+        self._replica_norms = ReplicaNorms(self.module)
         self._mode = "train"
         self._schedule: PRTSchedule
         self._batch: list[Any] = []
         self._losses: dict[int, tuple[Any, dict[str, Any] | None]] = {}
         self._shared_gradients: dict[tuple[int, int], torch.Tensor | None] = {}
         self._tied_again = model.tied_weights_used_again()
-        for key in ("grads", "losses", "receives"):
+        self._split_backward = SplitBackward()
+        for key in ("grads", "losses", "receives", "deferred"):
             self.pipe_buffers[key] = []
         if self.global_rank == 0:
             # As PipelineModule says how it partitions; DeepSpeed's logger shows warnings only.
@@ -108,7 +117,7 @@ class PRTPipelineEngine(PipelineEngine):
         """The verified training program."""
         if micro_batches not in self._programs:
             self._programs[micro_batches] = program_from(self._section.schedule, self.placement, micro_batches,
-                                                         self._section.max_in_flight)
+                                                         self._section.max_in_flight, split=self._section.split)
         return self._programs[micro_batches]
 
     def _train_schedule(self) -> PRTSchedule:
@@ -121,7 +130,9 @@ class PRTPipelineEngine(PipelineEngine):
         key = micro_batches, evaluate
         if key not in self._schedules:
             if evaluate:
-                program = forward_only(program_from("auto", self.placement, micro_batches))
+                # Copies are equal, so the down pipe's will do, and all results come in order on one rank.
+                down = replace(self.placement, direction="unidirectional")
+                program = forward_only(program_from("auto", down, micro_batches, split=False))
             else:
                 program = self._train_program(micro_batches)
             self._schedules[key] = PRTSchedule(micro_batches, self.num_stages, self.stage_id, program=program)
@@ -129,12 +140,21 @@ class PRTPipelineEngine(PipelineEngine):
 
     def _describe_plan(self) -> str:
         program = self._train_schedule().program
-        timeline = simulate(program, Costs.uniform(self.placement, 1, 2))
+        timeline = simulate(program, Costs.uniform(self.placement))
         peaks = [program.peak_in_flight(rank) for rank in range(self.num_stages)]
+        ways = ", in both directions" if self.placement.pipes == 2 else ""
         return (f"deepspeed_prt: {self.num_stages} ranks x {self.placement.reuse} stages = {self.placement.stages} "
-                f"stages in a {self.placement.name}, schedule {program.schedule}, {self.micro_batches} micro-batches, "
-                f"predicted bubble {100 * timeline.bubble_fraction:.1f} %, at most {max(peaks):g} micro-batches in "
-                "flight per rank")
+                f"stages in a {self.placement.name}{ways}, schedule {program.schedule}, {self.micro_batches} "
+                f"micro-batches, predicted bubble {100 * timeline.bubble_fraction:.1f} %, at most {max(peaks):g} "
+                "micro-batches in flight per rank")
+
+    def _rank_of(self, stage: int, micro_batch: int) -> int:
+        """The rank that runs a stage for a micro-batch of this schedule."""
+        placement = self._schedule.program.placement
+        return placement.rank_of(stage, placement.pipe_of(micro_batch))
+
+    def _boundary(self, sender: int, micro_batch: int) -> Boundary:
+        return self._mode, sender, self._schedule.program.placement.pipe_of(micro_batch)
 
     # Where a stage is meant, not the rank
 
@@ -236,6 +256,7 @@ class PRTPipelineEngine(PipelineEngine):
         self._first_micro_offset = micro_offset
         failure: Exception | None = None
         failed_at = 0.0
+        self._replica_norms.begin()
         try:
             try:
                 self._read_batch(pipe_schedule.micro_batches)
@@ -244,9 +265,9 @@ class PRTPipelineEngine(PipelineEngine):
             self._control.agree(failure, "reading a batch")
             handlers = self._INSTRUCTION_MAP
             closing = []
-            for step in pipe_schedule.steps():
-                for instruction in step:
-                    if not isinstance(instruction, ds.BufferOpInstruction):
+            with self._splitting_backwards():
+                for instruction in itertools.chain.from_iterable(pipe_schedule.steps()):
+                    if isinstance(instruction, (ds.ReduceTiedGrads, ds.ReduceGrads, ds.OptimizerStep)):
                         closing.append(instruction)
                     elif failure is None:
                         try:
@@ -256,14 +277,19 @@ class PRTPipelineEngine(PipelineEngine):
                             self._finish_without_computing(instruction)
                     else:
                         self._finish_without_computing(instruction)
+            if closing:
+                self._replicas.start(None, failed=failure is not None)
             self._channels.flush()
-            self._control.agree(failure, f"computing {self._mode} batch {self.global_steps}", failed_at)
+            self._lacking_somewhere = self._control.agree(failure, f"computing {self._mode} batch {self.global_steps}",
+                                                          failed_at, flag=self._replicas.lacks_gradients)
         except BaseException:
             self._discard_batch()
             raise
         finally:
             self.module.micro_offset = micro_offset + pipe_schedule.micro_batches
             self._batch = []
+        if closing and self.placement.pipes == 2:
+            self._share_losses(pipe_schedule.micro_batches)
         self._collect_losses()
         for instruction in closing:
             handlers[type(instruction)](self, **instruction.kwargs)
@@ -281,6 +307,23 @@ class PRTPipelineEngine(PipelineEngine):
 
     def _next_batch(self) -> Any:
         return self._batch[self._loading]
+
+    def _share_losses(self, micro_batches: int) -> None:
+        """Bring the losses that the last stages of the two pipes computed together, on both their ranks."""
+        if not self._losses or micro_batches == 1:
+            return
+        like, like_additional = next(iter(self._losses.values()))
+        names = list(like_additional or {})
+        own = {micro_batch: torch.stack([part.reshape(()) for part in (*_parts(loss), *(additional or {}).values())])
+               for micro_batch, (loss, additional) in self._losses.items()}
+        row = next(iter(own.values()))
+        table = torch.stack([own.get(micro_batch, torch.zeros_like(row)) for micro_batch in range(micro_batches)])
+        torch.distributed.all_reduce(table, group=self.module.replica_group)
+        for micro_batch, values in enumerate(table.unbind()):
+            if micro_batch not in self._losses:
+                parts = [value.reshape(part.shape) for value, part in zip(values, _parts(like), strict=False)]
+                additional = dict(zip(names, values[len(parts):], strict=True)) if names else like_additional
+                self._losses[micro_batch] = parts[0] if torch.is_tensor(like) else parts, additional
 
     def _collect_losses(self) -> None:
         """Sum losses and list outputs in micro-batch order, whichever order they were computed in."""
@@ -309,7 +352,7 @@ class PRTPipelineEngine(PipelineEngine):
 
     def _exec_forward_pass(self, buffer_id: int, stage: int, micro_batch: int) -> None:
         buffers = self.pipe_buffers
-        inputs = self._take_inputs(buffer_id, stage)
+        inputs = self._take_inputs(buffer_id, stage, micro_batch)
         with self._executing(stage, micro_batch):
             outputs = DeepSpeedEngine.forward(self, inputs)
         # Activation checkpointing keeps state of a training forward, which evaluation has no use for.
@@ -335,11 +378,11 @@ class PRTPipelineEngine(PipelineEngine):
             buffers['inputs'][self._schedule.buffer_of(stage + 1, micro_batch)] = \
                 copies[0] if torch.is_tensor(outputs) else copies
 
-    def _take_inputs(self, buffer_id: int, stage: int) -> Tensors:
+    def _take_inputs(self, buffer_id: int, stage: int, micro_batch: int) -> Tensors:
         """A stage's inputs: loaded, received or left by the stage below, fit to be changed in place."""
         receive: Receive | None = self.pipe_buffers['receives'][buffer_id]
         if receive is not None:
-            tensors = self._channels.wait(receive, self.placement.rank_of(stage - 1))
+            tensors = self._channels.wait(receive, self._rank_of(stage - 1, micro_batch))
             assert receive.spec is not None
             for tensor, spec in zip(tensors, receive.spec.tensors, strict=True):
                 tensor.requires_grad_(spec.requires_grad)
@@ -366,14 +409,27 @@ class PRTPipelineEngine(PipelineEngine):
             self.pipe_buffers['losses'][buffer_id] = self.loss
         self.loss = None
 
+    def _splitting_backwards(self) -> AbstractContextManager[None]:
+        """Where the program splits backwards, have the layers defer their weight gradients."""
+        if not self._schedule.program.is_split:
+            return nullcontext()
+        return self._split_backward.installed([layer for _, layer in self.module.layer_modules()],
+                                              [weight for weight, _ in self.module.get_tied_weights_and_groups()])
+
     def _exec_backward_pass(self, buffer_id: int, stage: int, micro_batch: int) -> None:
+        self._exec_input_grad_pass(buffer_id, stage, micro_batch)
+        self._exec_weight_grad_pass(buffer_id, stage, micro_batch)
+
+    def _exec_input_grad_pass(self, buffer_id: int, stage: int, micro_batch: int) -> None:
+        """All of the backward but what the layers defer; everything, where the program splits nothing."""
         assert self.optimizer is not None, "must provide optimizer during init in order to use backward"
         buffers = self.pipe_buffers
         output: _Output | None = buffers['output_tensors'][buffer_id]
         gradients = buffers['grads'][buffer_id]
         if isinstance(gradients, Receive):
-            gradients = self._channels.wait(gradients, self.placement.rank_of(stage + 1))
-        with self._executing(stage, micro_batch), self._separate_gradients(stage):
+            gradients = self._channels.wait(gradients, self._rank_of(stage + 1, micro_batch))
+        with self._executing(stage, micro_batch), self._separate_gradients(stage), \
+                self._split_backward.collecting() as buffers['deferred'][buffer_id]:
             if stage == self._last_stage:
                 loss = buffers['losses'][buffer_id]
                 buffers['losses'][buffer_id] = None
@@ -390,6 +446,13 @@ class PRTPipelineEngine(PipelineEngine):
             buffers['inputs'][buffer_id] = None
             buffers['grads'][self._schedule.buffer_of(stage - 1, micro_batch)] = _gradients(inputs)
 
+    def _exec_weight_grad_pass(self, buffer_id: int, stage: int, micro_batch: int) -> None:
+        deferred: list[Deferred] = self.pipe_buffers['deferred'][buffer_id]
+        self.pipe_buffers['deferred'][buffer_id] = None
+        if deferred:
+            with self._engine_backward():
+                accumulate(deferred, self._backward_prologue)
+
     def _backward_from(self, output: _Output, gradients: Sequence[torch.Tensor]) -> None:
         """Back-propagate the gradients of a stage's output, all tensors together."""
         expected = [index for index, tensor in enumerate(output.spec.tensors) if tensor.requires_grad]
@@ -397,12 +460,18 @@ class PRTPipelineEngine(PipelineEngine):
                  if index in output.edges]
         if not pairs:
             return
+        # The hooks that DeepSpeed put on the outputs run the prologue.
+        with self._engine_backward():
+            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
+
+    @contextmanager
+    def _engine_backward(self) -> Iterator[None]:
+        """What DeepSpeedEngine.backward() does around a backward, but for its prologue."""
         if self.using_bf16_optimizer:
             self.optimizer.clear_lp_grads(set_to_none=True)
-        # The hooks that DeepSpeed put on the outputs run the prologue; the epilogue is ours to run.
         self._running_engine_backward = True
         try:
-            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
+            yield
         finally:
             self._running_engine_backward = False
         self._backward_epilogue()
@@ -422,28 +491,34 @@ class PRTPipelineEngine(PipelineEngine):
     def _exec_send_activations(self, buffer_id: int, stage: int, micro_batch: int) -> None:
         outputs = self.pipe_buffers['outputs'][buffer_id]
         self.pipe_buffers['outputs'][buffer_id] = None
-        spec = self._channels.send_activation(outputs, (self._mode, stage), self.placement.rank_of(stage + 1))
+        spec = self._channels.send_activation(outputs, self._boundary(stage, micro_batch),
+                                              self._rank_of(stage + 1, micro_batch))
         output: _Output | None = self.pipe_buffers['output_tensors'][buffer_id]
         if output is not None:
             self.pipe_buffers['output_tensors'][buffer_id] = output._replace(spec=spec)
 
     def _exec_recv_activations(self, buffer_id: int, stage: int, micro_batch: int) -> None:
         self.pipe_buffers['receives'][buffer_id] = self._channels.post_activation(
-            (self._mode, stage - 1), self.placement.rank_of(stage - 1))
+            self._boundary(stage - 1, micro_batch), self._rank_of(stage - 1, micro_batch))
 
     def _exec_send_grads(self, buffer_id: int, stage: int, micro_batch: int) -> None:
         inputs = _as_tuple(self.pipe_buffers['inputs'][buffer_id])
         self.pipe_buffers['inputs'][buffer_id] = self.pipe_buffers['receives'][buffer_id] = None
-        self._channels.send_gradients(_gradients(inputs), self.placement.rank_of(stage - 1))
+        self._channels.send_gradients(_gradients(inputs), self._rank_of(stage - 1, micro_batch))
 
     def _exec_recv_grads(self, buffer_id: int, stage: int, micro_batch: int) -> None:
         output: _Output = self.pipe_buffers['output_tensors'][buffer_id]
         self.pipe_buffers['grads'][buffer_id] = self._channels.post_gradients(
-            output.spec.gradients(), self.placement.rank_of(stage + 1))
+            output.spec.gradients(), self._rank_of(stage + 1, micro_batch))
 
     def _exec_reduce_tied_grads(self) -> None:
         add_shared_gradients(self._tied_again, self._shared_gradients)
-        reduce_tied_gradients(self.module, self.optimizer if self.using_bf16_optimizer else None)
+        self._replicas.finish(self._lacking_somewhere, self._control)
+        self._replica_norms.average(self._schedule.micro_batches)
+        reduce_tied_gradients(self.module, self.optimizer)
+
+    def _exec_reduce_replica_grads(self, stage: int) -> None:
+        self._replicas.start(stage)
 
     def _exec_reduce_grads(self) -> None:
         if self.is_data_parallel and not self.using_bf16_optimizer and isinstance(self.optimizer, ZeROOptimizer):
@@ -497,42 +572,49 @@ class PRTPipelineEngine(PipelineEngine):
 
     # A batch that failed
 
-    def _finish_without_computing(self, instruction: ds.BufferOpInstruction) -> None:
+    def _finish_without_computing(self, instruction: ds.PipeInstruction) -> None:
         """Keep the channels in step after a failure, so that every other rank gets to the end of the batch.
 
         Sends send zeros, or say that there is nothing; receives are waited for; nothing is computed.
         """
-        kind, (buffer_id, stage, _) = type(instruction), instruction.kwargs.values()
+        kind = type(instruction)
+        if kind is schedule.ReduceReplicaGrads:
+            self._replicas.start(instruction.stage, failed=True)
+            return
+        buffer_id, stage, micro_batch = instruction.kwargs.values()
         buffers, channels = self.pipe_buffers, self._channels
         if kind is schedule.RecvActivation:
             if buffers['receives'][buffer_id] is None:
-                self._exec_recv_activations(buffer_id, stage, 0)
+                self._exec_recv_activations(buffer_id, stage, micro_batch)
         elif kind is schedule.ForwardPass:
-            self._absorb(buffers['receives'][buffer_id], stage - 1)
+            self._absorb(buffers['receives'][buffer_id], stage - 1, micro_batch)
             if self._mode == "eval":
                 buffers['receives'][buffer_id] = None
             buffers['outputs'][buffer_id] = buffers['output_tensors'][buffer_id] = None
         elif kind is schedule.SendActivation:
             buffers['outputs'][buffer_id] = None
-            spec = channels.send_poison((self._mode, stage), self.placement.rank_of(stage + 1))
+            spec = channels.send_poison(self._boundary(stage, micro_batch), self._rank_of(stage + 1, micro_batch))
             buffers['output_tensors'][buffer_id] = None if spec is None else _Output({}, spec)
         elif kind is schedule.RecvGrad:
             if buffers['grads'][buffer_id] is None and buffers['output_tensors'][buffer_id] is not None:
-                self._exec_recv_grads(buffer_id, stage, 0)
-        elif kind is schedule.BackwardPass:
-            self._absorb(buffers['grads'][buffer_id], stage + 1)
+                self._exec_recv_grads(buffer_id, stage, micro_batch)
+        elif kind in (schedule.BackwardPass, schedule.InputGradPass):
+            self._absorb(buffers['grads'][buffer_id], stage + 1, micro_batch)
             buffers['output_tensors'][buffer_id] = buffers['grads'][buffer_id] = buffers['losses'][buffer_id] = None
+            buffers['deferred'][buffer_id] = None
+        elif kind is schedule.WeightGradPass:
+            buffers['deferred'][buffer_id] = None
         elif kind is schedule.SendGrad:
             receive: Receive | None = buffers['receives'][buffer_id]
             buffers['inputs'][buffer_id] = buffers['receives'][buffer_id] = None
             if receive is not None and receive.spec is not None:
-                channels.send_zeros(receive.spec.gradients(), self.placement.rank_of(stage - 1))
+                channels.send_zeros(receive.spec.gradients(), self._rank_of(stage - 1, micro_batch))
 
-    def _absorb(self, message: Any, source_stage: int) -> None:
+    def _absorb(self, message: Any, source_stage: int, micro_batch: int) -> None:
         if isinstance(message, Receive) and not message.poisoned:
             # It may be poisoned as well; the failure that counts is known already.
             with suppress(PoisonedMessage):
-                self._channels.wait(message, self.placement.rank_of(source_stage))
+                self._channels.wait(message, self._rank_of(source_stage, micro_batch))
 
     def _discard_batch(self) -> None:
         """Forget everything of a batch that failed: activations, gradients and timers that still run."""
@@ -543,6 +625,7 @@ class PRTPipelineEngine(PipelineEngine):
             slots[:] = [None] * len(slots)
         self._losses.clear()
         self._shared_gradients.clear()
+        self._replicas.discard()
         self.loss = None
         if self._mode == "train" and self.optimizer is not None:
             self.optimizer.zero_grad()
@@ -561,6 +644,9 @@ class PRTPipelineEngine(PipelineEngine):
         schedule.LoadMicroBatch: _exec_load_micro_batch,
         schedule.ForwardPass: _exec_forward_pass,
         schedule.BackwardPass: _exec_backward_pass,
+        schedule.InputGradPass: _exec_input_grad_pass,
+        schedule.WeightGradPass: _exec_weight_grad_pass,
+        schedule.ReduceReplicaGrads: _exec_reduce_replica_grads,
         schedule.SendActivation: _exec_send_activations,
         schedule.RecvActivation: _exec_recv_activations,
         schedule.SendGrad: _exec_send_grads,
@@ -600,6 +686,11 @@ def _gradients(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             if tensor.requires_grad]
 
 
+def _parts(loss: Any) -> list[torch.Tensor]:
+    """A loss, a tensor or several, as several."""
+    return [loss] if torch.is_tensor(loss) else list(loss)
+
+
 def _detach(loss: Any) -> Any:
     """A loss, a tensor or several, without its graph."""
     return loss.detach() if torch.is_tensor(loss) else [part.detach() for part in loss]
@@ -631,10 +722,21 @@ def _refuse_unsupported(section: PRTConfig, config_class: Any, model: Any) -> No
             raise PRTConfigError('"partition" comes too late for a PRTPipelineModule, which is cut already; pass '
                                  "partition= to its constructor and leave the key out")
         have = model.placement
-        asks_for_placement = "placement" in section.model_fields_set
-        if section.reuse not in ("auto", have.reuse) or (asks_for_placement and section.placement != have.name):
-            raise PRTConfigError(f'the "prt" section asks for reuse {section.reuse} in a {section.placement}, but the '
-                                 f"PRTPipelineModule was built with reuse {have.reuse} in a {have.name}; make them "
-                                 'agree, or leave "reuse" and "placement" out')
+        built = {"reuse": have.reuse, "placement": have.name, "direction": have.direction}
+        for key, value in built.items():
+            asked = getattr(section, key)
+            if key in section.model_fields_set and asked not in ("auto", value):
+                raise PRTConfigError(f'the "prt" section asks for "{key}": {asked!r}, but the PRTPipelineModule was '
+                                     f"built with {value!r}; make them agree, or leave the key out")
+
+
+def _refuse_experts(section: PRTConfig, module: Any) -> PRTConfigError | None:
+    """What is wrong with expert parallelism in two pipes, if this rank has any."""
+    is_bidirectional = section.direction == "bidirectional" or (
+        isinstance(module, PRTPipelineModule) and module.placement.pipes == 2)
+    if is_bidirectional and any(is_moe_param(parameter) for parameter in module.parameters()):
+        return PRTConfigError("expert parallelism is not supported in a bidirectional pipeline, whose two copies of an "
+                              'expert would belong to different expert groups; use "direction": "unidirectional"')
+    return None
 
 

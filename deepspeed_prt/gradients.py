@@ -5,8 +5,36 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
+
+
+def gradient_of(weight: nn.Parameter, optimizer: Any) -> torch.Tensor | None:
+    """The gradient that a batch accumulated, wherever the optimizer keeps it; BF16_Optimizer's in fp32."""
+    if isinstance(optimizer, BF16_Optimizer):
+        return _fp32_gradient(weight, optimizer)
+    if isinstance(optimizer, ZeROOptimizer):
+        return optimizer.get_gradient_for_reduction(weight)
+    return weight.grad
+
+
+def accumulation_dtype(weight: nn.Parameter, optimizer: Any) -> torch.dtype:
+    """The dtype of what :func:`gradient_of` gives."""
+    if isinstance(optimizer, BF16_Optimizer):
+        return torch.float32
+    if isinstance(optimizer, ZeROOptimizer) and optimizer.use_grad_accum_attribute:
+        return optimizer.gradient_accumulation_dtype
+    return weight.dtype
+
+
+def give_gradient(weight: nn.Parameter, gradient: torch.Tensor, optimizer: Any) -> None:
+    """Give a weight that has none a gradient, where :func:`gradient_of` finds it."""
+    if isinstance(optimizer, ZeROOptimizer) and optimizer.use_grad_accum_attribute:
+        weight.grad_accum = gradient
+    else:
+        weight.grad = gradient
 
 
 def add_shared_gradients(weights: Mapping[int, list[nn.Parameter]],
@@ -19,24 +47,16 @@ def add_shared_gradients(weights: Mapping[int, list[nn.Parameter]],
                 weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
 
-def reduce_tied_gradients(module: PipelineModule, bf16_optimizer: Any = None) -> None:
-    """Sum the gradients of tied weights over the ranks that hold a copy; one that is missing counts as zero.
-
-    Args:
-        module: gives the weights and their groups.
-        bf16_optimizer: the BF16_Optimizer that accumulates gradients in fp32, if there is one.
-    """
+def reduce_tied_gradients(module: PipelineModule, optimizer: Any) -> None:
+    """Sum the gradients of tied weights over the ranks that hold a copy; one that is missing counts as zero."""
     for weight, group in module.get_tied_weights_and_groups():
         if not weight.requires_grad:
             continue
-        if bf16_optimizer is None:
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-            gradient = weight.grad
-        else:
-            gradient = _fp32_gradient(weight, bf16_optimizer)
-        if gradient is not None:
-            dist.all_reduce(gradient, group=group)
+        gradient = gradient_of(weight, optimizer)
+        if gradient is None:
+            gradient = torch.zeros_like(weight, dtype=accumulation_dtype(weight, optimizer))
+            give_gradient(weight, gradient, optimizer)
+        dist.all_reduce(gradient, group=group)
 
 
 def fill_missing_gradients(optimizer: Any) -> None:

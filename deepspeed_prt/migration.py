@@ -58,7 +58,8 @@ def migrate(module: PipelineModule, section: PRTConfig, client: ClientParameters
                 raise PRTConfigError("the PipelineModule was built before deepspeed_prt was imported, so its partition "
                                      'method is unknown; import deepspeed_prt first, or set "partition"')
             method = module._prt_partition_method
-        route, parts = plan_stages(module, module._topo.get_dim("pipe"), section.reuse, section.placement, method)
+        route, parts = plan_stages(module, module._topo.get_dim("pipe"), section.reuse, section.placement,
+                                   section.direction, method)
         check(route)
         move.plan(route, parts)
         if every_rank_trains:
@@ -170,15 +171,16 @@ class _Move:
         """
         stage_at = [next(stage for stage in range(route.stages) if index < parts[stage + 1])
                     for index in range(len(self.specs))]
-        self.new_owner = [route.rank_of(stage) for stage in stage_at]
+        self.new_owners = [{owners[stage] for owners in route.routes} for stage in stage_at]
         layers: dict[ModuleKey, list[int]] = {}
         for index in range(len(self.specs)):
             key = self._key(index)
             if key is not None:
                 layers.setdefault(key, []).append(index)
         for component in (component for components in self.components for component in components):
-            component.targets = {self.new_owner[index] for key in component.keys for index in layers[key]}
-            if len(component.keys) > 1 and len(component.targets) > 1:
+            owners = [self.new_owners[index] for key in component.keys for index in layers[key]]
+            component.targets = set().union(*owners)
+            if len(component.keys) > 1 and any(theirs != owners[0] for theirs in owners):
                 members = sorted(index for key in component.keys for index in layers[key])
                 raise PRTConfigError(f"layers {', '.join(map(str, members))} share parameters and would come to "
                                      f"different ranks; tie them with TiedLayerSpec, or keep them together with a list "
@@ -191,7 +193,7 @@ class _Move:
             PRTConfigError: there is such a rank.
         """
         for rank in range(self.module._topo.get_dim("pipe")):
-            layers = [index for index, owner in enumerate(self.new_owner) if owner == rank]
+            layers = [index for index, owners in enumerate(self.new_owners) if rank in owners]
             if not any(self.parameter_counts[index] for index in layers):
                 raise PRTConfigError(f"rank {rank} would hold layers {layers}, none of which has a trainable "
                                      'parameter, and ZeRO-1, bf16 and fp16 need one on every rank; use another '
@@ -277,8 +279,6 @@ class _Move:
         module.tied_weight_attrs = {}
         for layer_id in module.layer_ids:
             self._install_layer(layer_id)
-        for parameter in module.parameters():
-            parameter.ds_pipe_replicated = False
         module.tied_comms = module._index_tied_modules()
         module._precompute_checkpointable_values()
 

@@ -1,5 +1,6 @@
 """PRTPipelineModule: the several stages of one pipeline rank."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,7 +12,7 @@ from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.utils import set_random_seed
 
 from .partition import cut, plan_stages
-from .program.placement import Placement
+from .program.placement import DOWN, Placement
 
 
 class PRTPipelineModule(PipelineModule):
@@ -28,6 +29,7 @@ class PRTPipelineModule(PipelineModule):
         layers: as for PipelineModule, like everything not named here.
         reuse: stages per rank, or ``"auto"``.
         placement: ``"loop"`` or ``"wave"``.
+        direction: ``"unidirectional"`` or ``"bidirectional"``.
         partition: the p*v + 1 stage boundaries, or None for ``partition_method``.
 
     Raises:
@@ -46,9 +48,9 @@ class PRTPipelineModule(PipelineModule):
     _local_stop: int
 
     def __init__(self, layers: Any, *args: Any, reuse: int | str = "auto", placement: str = "loop",
-                 partition: list[int] | None = None, **kwargs: Any) -> None:
+                 direction: str = "unidirectional", partition: list[int] | None = None, **kwargs: Any) -> None:
         # nn.Module keeps plain attributes that are set before its __init__; _partition_layers runs inside it.
-        self._plan_arguments = (reuse, placement, partition)
+        self._plan_arguments = (reuse, placement, direction, partition)
         super().__init__(layers, *args, **kwargs)
 
     def _partition_layers(self, method: str = "uniform") -> None:
@@ -56,8 +58,8 @@ class PRTPipelineModule(PipelineModule):
             super()._partition_layers(method)
             return
         self.parts = []
-        reuse, placement, partition = self._plan_arguments
-        route, parts = plan_stages(self, self.num_stages, reuse, placement, partition or method)
+        reuse, placement, direction, partition = self._plan_arguments
+        route, parts = plan_stages(self, self.num_stages, reuse, placement, direction, partition or method)
         self.set_stages(route, parts, cut(self, method, self.num_stages))
 
     def _count_layer_params(self) -> list[int]:
@@ -79,7 +81,7 @@ class PRTPipelineModule(PipelineModule):
         self.layer_ids = []
         self._ranges: dict[int, tuple[int, int]] = {}
         self._checkpointable: dict[int, list[bool]] = {}
-        for stage in placement.stages_of(self.stage_id):
+        for stage in placement.stages_on(self.stage_id):
             start = len(self.layer_ids)
             self.layer_ids += range(parts[stage], parts[stage + 1])
             self._ranges[stage] = (start, len(self.layer_ids))
@@ -87,7 +89,7 @@ class PRTPipelineModule(PipelineModule):
 
     def layout(self) -> list[list[int]]:
         """The layers of each pipeline rank, in the order it holds them."""
-        return [[layer for stage in self.placement.stages_of(rank)
+        return [[layer for stage in self.placement.stages_on(rank)
                  for layer in range(self.parts[stage], self.parts[stage + 1])] for rank in range(self.placement.ranks)]
 
     def stage_of(self, layer_idx: int) -> int:
@@ -96,8 +98,8 @@ class PRTPipelineModule(PipelineModule):
         return next(stage for stage in range(self.placement.stages) if layer_idx < self.parts[stage + 1])
 
     def stage_owner(self, layer_idx: int) -> int:
-        """The pipeline rank that holds a layer."""
-        return self.placement.rank_of(self.stage_of(layer_idx))
+        """The pipeline rank that holds a layer; of two copies, the one of the down pipe, which counts."""
+        return self.placement.rank_of(self.stage_of(layer_idx), DOWN)
 
     def _build(self) -> None:
         bounds = self._local_start, self._local_stop
@@ -122,8 +124,6 @@ class PRTPipelineModule(PipelineModule):
                                                                             spec.module_kwargs)
             if not same:
                 self.forward_funcs[index] = self.tie(spec, layer_id, spec.build())
-        for parameter in self.parameters():
-            parameter.ds_pipe_replicated = False
 
     def tie(self, spec: TiedLayerSpec, layer_id: int, module: torch.nn.Module) -> Any:
         """Register ``module`` as a further one of its key on this rank, sharing the tied weights; returns its call."""
@@ -143,24 +143,23 @@ class PRTPipelineModule(PipelineModule):
             stage: one of this rank's stages.
             micro_offset: how many micro-batches came before this one, which seeds the layers under ``seed_layers``.
         """
-        saved = self.forward_funcs, self._local_start, self._local_stop, self.is_checkpointable_results
-        seed_layers, saved_offset = self.seed_layers, self.micro_offset
         start, stop = self._ranges[stage]
         functions = self.forward_funcs[start:stop]
-        if seed_layers:
+        shown = {"forward_funcs": functions, "_local_start": self.parts[stage], "_local_stop": self.parts[stage + 1],
+                 "is_checkpointable_results": self._checkpointable.get(stage, []), "micro_offset": micro_offset}
+        if self.seed_layers:
             # The parent would seed by the place in the stage; the seed has to be that of an uncut rank.
-            functions = [partial(self._seed_and_call, function, layer_id, micro_offset)
-                         for function, layer_id in zip(functions, self.layer_ids[start:stop], strict=True)]
-            self.seed_layers = False
-        self.forward_funcs = functions
-        self._local_start, self._local_stop = self.parts[stage], self.parts[stage + 1]
-        self.is_checkpointable_results = self._checkpointable.get(stage, [])
-        self.micro_offset = micro_offset
+            shown["forward_funcs"] = [partial(self._seed_and_call, function, layer_id, micro_offset)
+                                      for function, layer_id in zip(functions, self.layer_ids[start:stop], strict=True)]
+            shown["seed_layers"] = False
+        # Past nn.Module.__setattr__, which would be a good part of the cost of a small stage.
+        attributes = self.__dict__
+        saved = {name: attributes[name] for name in shown}
+        attributes.update(shown)
         try:
             yield
         finally:
-            self.forward_funcs, self._local_start, self._local_stop, self.is_checkpointable_results = saved
-            self.seed_layers, self.micro_offset = seed_layers, saved_offset
+            attributes.update(saved)
 
     def _seed_and_call(self, function: Any, layer_id: int, micro_offset: int, inputs: Any) -> Any:
         """Run a layer with the seed that PipelineModule.forward() gives it with one stage a rank.
@@ -200,40 +199,118 @@ class PRTPipelineModule(PipelineModule):
                 known += [weight for weight in weights if all(weight is not other for other in known)]
         return again
 
-    def parameters_of_first_rank(self) -> list[torch.nn.Parameter]:
-        """This rank's parameters that the pipe's first rank would hold with one stage a rank."""
-        layered: set[int] = set()
-        first: list[torch.nn.Parameter] = []
+    def layer_modules(self) -> list[tuple[int, torch.nn.Module]]:
+        """This rank's layers that are modules, by their place in the model."""
+        modules = []
         for layer_id, function in zip(self.layer_ids, self.forward_funcs, strict=True):
-            spec = self._layer_specs[layer_id]
-            is_partial = isinstance(spec, TiedLayerSpec) and isinstance(function, partial)
+            is_partial = isinstance(self._layer_specs[layer_id], TiedLayerSpec) and isinstance(function, partial)
             layer = function.args[0] if is_partial else function
             if isinstance(layer, torch.nn.Module):
-                layered.update(map(id, layer.parameters()))
-                if layer_id < self.rank_parts[1]:
-                    first += layer.parameters()
+                modules.append((layer_id, layer))
+        return modules
+
+    def parameters_of_first_rank(self) -> list[torch.nn.Parameter]:
+        """This rank's parameters that the pipe's first rank would hold with one stage a rank; of two copies, one."""
+        layered: set[int] = set()
+        first: list[torch.nn.Parameter] = []
+        for layer_id, layer in self.layer_modules():
+            layered.update(map(id, layer.parameters()))
+            if layer_id < self.rank_parts[1] and self.stage_owner(layer_id) == self.stage_id:
+                first += layer.parameters()
         if self.stage_id == 0:
             first += [parameter for parameter in self.parameters() if id(parameter) not in layered]
         return list({id(parameter): parameter for parameter in first}.values())
 
-    def _tied_owner(self, key: str) -> int:
-        """The global rank, in this pipe, of the first layer of a key: its copy is the one that counts."""
-        layer_id = next(index for index, spec in enumerate(self._layer_specs)
-                        if isinstance(spec, TiedLayerSpec) and spec.key == key)
-        return self._grid.stage_to_global(self.stage_owner(layer_id))
+    # Copies of weights on several ranks: of tied layers, and in both pipes
+
+    def _tied_layers(self, key: str) -> list[int]:
+        return [index for index, spec in enumerate(self._layer_specs)
+                if isinstance(spec, TiedLayerSpec) and spec.key == key]
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
-        tied_comms = super()._index_tied_modules()
-        for key in tied_comms:
-            for parameter in self.tied_modules[key].parameters():
-                parameter.ds_pipe_replicated = self.global_rank != self._tied_owner(key)
+        """As in PipelineModule, with the ranks of both pipes."""
+        tied_comms = {}
+        for key in sorted({spec.key for spec in self._layer_specs if isinstance(spec, TiedLayerSpec)}):
+            owners = sorted({self.placement.rank_of(self.stage_of(layer_id), pipe)
+                             for layer_id in self._tied_layers(key) for pipe in range(self.placement.pipes)})
+            for pipeline in self._topo.get_axis_comm_lists("pipe"):
+                ranks = [pipeline[owner] for owner in owners]
+                group = dist.new_group(ranks)
+                if self.global_rank in ranks:
+                    tied_comms[key] = {"ranks": ranks, "group": group, "weight_attr": self.tied_weight_attrs[key],
+                                       "module": self.tied_modules[key]}
+        self._mark_copies()
+        self._pair_ranks()
         return tied_comms
 
+    def _mark_copies(self) -> None:
+        """Let DeepSpeed's norms count each weight once: in the down pipe, and of tied layers in the first."""
+        counted: set[int] = set()
+        for layer_id, layer in self.layer_modules():
+            spec = self._layer_specs[layer_id]
+            is_first = not isinstance(spec, TiedLayerSpec) or layer_id == self._tied_layers(spec.key)[0]
+            if is_first and self.stage_owner(layer_id) == self.stage_id:
+                counted.update(map(id, layer.parameters()))
+        for _, layer in self.layer_modules():
+            for parameter in layer.parameters():
+                parameter.ds_pipe_replicated = id(parameter) not in counted
+
+    def _pair_ranks(self) -> None:
+        """Make the process group of this rank and its mirror, which hold the same stages; a collective."""
+        self.replica_group: Any = None
+        if self.placement.pipes == 1:
+            return
+        for pipeline in self._topo.get_axis_comm_lists("pipe"):
+            for rank in range(self.placement.ranks // 2):
+                ranks = [pipeline[rank], pipeline[self.placement.mirror(rank)]]
+                group = dist.new_group(ranks)
+                if self.global_rank in ranks:
+                    self.replica_group = group
+
+    def replicated_parameters(self) -> dict[int | None, list[torch.nn.Parameter]]:
+        """For each of this rank's stages the trainable weights whose other copy is on the mirror rank.
+
+        Those that several stages use are listed under None. Tied weights, which have copies on other ranks as well,
+        are not listed.
+        """
+        tied = {id(weight) for weight, _ in self.get_tied_weights_and_groups()}
+        weights: dict[int, torch.nn.Parameter] = {}
+        stage_of: dict[int, int | None] = {}
+        for layer_id, layer in self.layer_modules():
+            stage = self.stage_of(layer_id)
+            for parameter in layer.parameters():
+                if parameter.requires_grad and id(parameter) not in tied:
+                    weights[id(parameter)] = parameter
+                    if stage_of.setdefault(id(parameter), stage) != stage:
+                        stage_of[id(parameter)] = None
+        stages = [*self._ranges, None]
+        return {stage: [weight for key, weight in weights.items() if stage_of[key] == stage] for stage in stages}
+
     def _synchronize_tied_weights(self) -> None:
+        """Make copies equal to the one that counts."""
         for key, comm in self.tied_comms.items():
+            owner = self._grid.stage_to_global(self.stage_owner(self._tied_layers(key)[0]))
             for name in comm["weight_attr"]:
-                dist.broadcast(self._recursive_getattr(comm["module"], name), src=self._tied_owner(key),
-                               group=comm["group"])
+                dist.broadcast(self._recursive_getattr(comm["module"], name), src=owner, group=comm["group"])
+        if self.replica_group is None:
+            return
+        for layer_id, layer in self.layer_modules():
+            owner = self._grid.stage_to_global(self.stage_owner(layer_id))
+            for tensor in itertools.chain(layer.parameters(), layer.buffers()):
+                dist.broadcast(tensor.data, src=owner, group=self.replica_group)
+
+    # Checkpoints
+
+    def save_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Save this rank's layers, of two copies the one of the down pipe; see :meth:`PipelineModule.save_state_dict`.
+        """
+        held = self.layer_ids, self.forward_funcs
+        mine = [index for index, layer_id in enumerate(self.layer_ids) if self.stage_owner(layer_id) == self.stage_id]
+        self.layer_ids, self.forward_funcs = ([of_rank[index] for index in mine] for of_rank in held)
+        try:
+            super().save_state_dict(*args, **kwargs)
+        finally:
+            self.layer_ids, self.forward_funcs = held
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
         """The file of one of this rank's layers, named by the layer's place in the model as PipelineModule does."""

@@ -15,7 +15,7 @@ IMBALANCE = 1.1
 """``reuse: "auto"`` accepts a heaviest rank that is this much heavier than with the best reuse."""
 
 
-def plan_stages(module: PipelineModule, ranks: int, reuse: int | str, placement: str,
+def plan_stages(module: PipelineModule, ranks: int, reuse: int | str, placement: str, direction: str,
                 partition: str | list[int]) -> tuple[Placement, list[int]]:
     """Choose reuse and boundaries.
 
@@ -25,6 +25,7 @@ def plan_stages(module: PipelineModule, ranks: int, reuse: int | str, placement:
         reuse: v, or ``"auto"``: the largest v whose p*v stages all have layers and whose heaviest rank, in layers (or
             trainable parameters, where the method counts those), is within ``IMBALANCE`` of the best.
         placement: ``"loop"`` or ``"wave"``.
+        direction: ``"unidirectional"`` or ``"bidirectional"``.
         partition: a method of PipelineModule, or the p*v + 1 boundaries.
 
     Returns:
@@ -35,11 +36,11 @@ def plan_stages(module: PipelineModule, ranks: int, reuse: int | str, placement:
     """
     layers = len(module._layer_specs)
     if not isinstance(partition, str):
-        return _given(partition, layers, ranks, reuse, placement)
+        return _given(partition, layers, ranks, reuse, placement, direction)
     if reuse == "auto":
         plans = []
         for candidate in range(1, max(layers // ranks, 1) + 1):
-            route = Placement(placement, ranks, candidate)
+            route = Placement(placement, ranks, candidate, direction)
             boundaries = cut(module, partition, route.stages)
             if candidate == 1 or all(a < b for a, b in itertools.pairwise(boundaries)):
                 plans.append((_heaviest_rank(module, partition, route, boundaries), route, boundaries))
@@ -47,15 +48,15 @@ def plan_stages(module: PipelineModule, ranks: int, reuse: int | str, placement:
         _, route, boundaries = [plan for plan in plans if plan[0] <= IMBALANCE * best][-1]
         return route, boundaries
     assert isinstance(reuse, int)
-    route = Placement(placement, ranks, reuse)
+    route = Placement(placement, ranks, reuse, direction)
     if reuse > 1 and route.stages > layers:
         raise PRTConfigError(f"{layers} layers cannot fill {ranks} ranks x {reuse} stages = {route.stages} stages; "
                              f"use reuse <= {max(layers // ranks, 1)}")
     return route, cut(module, partition, route.stages)
 
 
-def _given(boundaries: list[int], layers: int, ranks: int, reuse: int | str,
-           placement: str) -> tuple[Placement, list[int]]:
+def _given(boundaries: list[int], layers: int, ranks: int, reuse: int | str, placement: str,
+           direction: str) -> tuple[Placement, list[int]]:
     stages = len(boundaries) - 1
     if reuse == "auto":
         reuse = max(stages // ranks, 1)
@@ -65,7 +66,7 @@ def _given(boundaries: list[int], layers: int, ranks: int, reuse: int | str,
                              f"ranks x {reuse} stages = {ranks * reuse} stages need {ranks * reuse + 1} boundaries")
     if boundaries[0] != 0 or boundaries[-1] != layers or list(boundaries) != sorted(boundaries):
         raise PRTConfigError(f'"partition" boundaries {boundaries} must rise from 0 to {layers}, the number of layers')
-    return Placement(placement, ranks, reuse), list(boundaries)
+    return Placement(placement, ranks, reuse, direction), list(boundaries)
 
 
 def cut(module: PipelineModule, method: str, stages: int) -> list[int]:
@@ -94,6 +95,8 @@ def cut(module: PipelineModule, method: str, stages: int) -> list[int]:
 
 def _heaviest_rank(module: PipelineModule, method: str, route: Placement, boundaries: Sequence[int]) -> float:
     weights = module._count_layer_params() if method.lower() == "parameters" else [1] * len(module._layer_specs)
+    of_stage = [sum(weights[start:stop]) for start, stop in itertools.pairwise(boundaries)]
+    # Each pipe takes an equal share of the micro-batches.
     return max(
-        sum(sum(weights[boundaries[stage]:boundaries[stage + 1]]) for stage in route.stages_of(rank))
+        sum(of_stage[stage] for pipe in range(route.pipes) for stage in route.stages_of(rank, pipe)) / route.pipes
         for rank in range(route.ranks))

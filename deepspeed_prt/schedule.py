@@ -4,10 +4,12 @@ from collections.abc import Iterator
 
 from deepspeed.runtime.pipe import schedule as ds
 
-from .program.actions import Action
+from .program.actions import GIVES_WEIGHT_GRAD, Action
+from .program.build import build
+from .program.costs import Costs
 from .program.placement import Placement
-from .program.program import Program, build, forward_only as evaluation_of
-from .program.simulator import Costs, simulate
+from .program.program import Program, forward_only as evaluation_of
+from .program.simulator import Timeline, simulate
 
 
 class LoadMicroBatch(ds.LoadMicroBatch):
@@ -20,6 +22,14 @@ class ForwardPass(ds.ForwardPass):
 
 class BackwardPass(ds.BackwardPass):
     """Compute the backward of one stage and accumulate its gradients."""
+
+
+class InputGradPass(ds.BackwardPass):
+    """Compute the gradient of a stage's input; those of its weights come later."""
+
+
+class WeightGradPass(ds.BufferOpInstruction):
+    """Compute the gradients of a stage's weights that its InputGradPass left, and accumulate them."""
 
 
 class SendActivation(ds.SendActivation):
@@ -38,9 +48,15 @@ class RecvGrad(ds.RecvGrad):
     """Post the receive of the gradient of a stage's output; the backward that uses it waits."""
 
 
+class ReduceReplicaGrads(ds.PipeInstruction):
+    """Start to sum the gradients of a stage over its two copies, on two ranks; carries ``stage``. Does not wait."""
+
+
 _INSTRUCTIONS: dict[str, type[ds.BufferOpInstruction]] = {
     "F": ForwardPass,
     "B": BackwardPass,
+    "I": InputGradPass,
+    "W": WeightGradPass,
     "SEND_F": SendActivation,
     "RECV_F": RecvActivation,
     "SEND_B": SendGrad,
@@ -67,6 +83,8 @@ class PRTSchedule(ds.PipeSchedule):
         placement: ``"loop"`` or ``"wave"``.
         schedule: a schedule's name, or ``"auto"``.
         max_in_flight: cap on a rank's activations, in micro-batches; None for p.
+        direction: ``"unidirectional"`` or ``"bidirectional"``.
+        split_backward: True, False, or None for what the schedule has.
         forward_only: list the evaluation program.
         program: the program to read; all arguments but ``stage_id`` are then those of the program.
 
@@ -82,10 +100,13 @@ class PRTSchedule(ds.PipeSchedule):
                  placement: str = "loop",
                  schedule: str = "auto",
                  max_in_flight: float | None = None,
+                 direction: str = "unidirectional",
+                 split_backward: bool | None = None,
                  forward_only: bool = False,
                  program: Program | None = None) -> None:
         if program is None:
-            program = build(schedule, Placement(placement, stages, reuse), micro_batches, max_in_flight)
+            route = Placement(placement, stages, reuse, direction)
+            program = build(schedule, route, micro_batches, max_in_flight, split=split_backward)
             if forward_only:
                 program = evaluation_of(program)
         super().__init__(program.micro_batches, program.placement.ranks, stage_id)
@@ -107,9 +128,14 @@ class PRTSchedule(ds.PipeSchedule):
         yield from self._steps
 
     def _list_steps(self) -> list[list[ds.PipeInstruction]]:
-        unit = Costs.uniform(self.program.placement, self.program.placement.reuse, self.program.placement.reuse)
-        timeline = simulate(self.program, unit)
+        placement = self.program.placement
+        timeline = simulate(self.program, Costs.uniform(placement, placement.reuse, placement.reuse,
+                                                        placement.reuse * self.program.is_split))
         steps: list[list[ds.PipeInstruction]] = [[] for _ in range(round(timeline.makespan))]
+        if self.program.has_backward:
+            steps.append([])
+            for step, stage in self._replicas_done(timeline):
+                steps[step].append(ReduceReplicaGrads(stage=stage))
         starts = {span.action: round(span.start) for span in timeline.spans[self.stage_id]}
         row = self.program.rows[self.stage_id]
         clock = 0
@@ -124,8 +150,24 @@ class PRTSchedule(ds.PipeSchedule):
             else:
                 steps[clock].append(self._instruction(action))
         if self.program.has_backward:
-            steps.append([ds.ReduceTiedGrads(), ds.ReduceGrads(), ds.OptimizerStep()])
+            steps[-1] += [ds.ReduceTiedGrads(), ds.ReduceGrads(), ds.OptimizerStep()]
         return steps
+
+    def _replicas_done(self, timeline: Timeline) -> list[tuple[int, int]]:
+        """For each stage with a copy on another rank the step from which both copies have all their gradients.
+
+        The two ranks list the same stages in the same order, so that their sums meet.
+        """
+        placement = self.program.placement
+        pair = self.stage_id, placement.mirror(self.stage_id)
+        if placement.pipes == 1 or pair[0] == pair[1]:
+            return []
+        done = dict.fromkeys(placement.stages_on(self.stage_id), 0)
+        for rank in pair:
+            for span in timeline.spans[rank]:
+                if span.action.kind in GIVES_WEIGHT_GRAD:
+                    done[span.action.stage] = max(done[span.action.stage], round(span.end))
+        return sorted((step, stage) for stage, step in done.items())
 
     def _instruction(self, action: Action) -> ds.BufferOpInstruction:
         return _INSTRUCTIONS[action.kind](self.buffer_of(action.stage, action.micro_batch),

@@ -22,7 +22,8 @@ def test_no_section_or_a_disabled_one_is_none(config):
 
 @pytest.mark.parametrize("section", [
     {"reuse": 3}, {"reuse": "auto"}, {"placement": "wave"}, {"schedule": "gpipe"}, {"schedule": "a.b:c"},
-    {"split_backward": False}, {"max_in_flight": 2.5}, {"partition": "type:Block"}, {"partition": "uniform"},
+    {"split_backward": False}, {"split_backward": True}, {"direction": "bidirectional"}, {"max_in_flight": 2.5},
+    {"partition": "type:Block"}, {"partition": "uniform"},
     {"partition": [0, 2, 4]},
 ])
 def test_right_values_are_kept(section):
@@ -38,8 +39,7 @@ def test_right_values_are_kept(section):
     ({"reuse": "aut"}, 'did you mean "auto"'),
     ({"placement": "lop"}, 'did you mean "loop"'),
     ({"direction": "unidirectionl"}, 'did you mean "unidirectional"'),
-    ({"direction": "bidirectional"}, "bidirectional pipelines do not exist yet"),
-    ({"split_backward": True}, "split backward does not exist yet"),
+    ({"split_backward": "yes"}, "split_backward"),
     ({"partition": "profile"}, "partitioning by profile does not exist yet"),
     ({"partition": "unifrm"}, 'did you mean "uniform"'),
     ({"trace": {"path": "x"}}, "traces do not exist yet"),

@@ -19,6 +19,15 @@ def test_weights_are_bit_identical(world, ranks, prt, gas):
     assert_same(stock, world(ranks).run(training.train, "blocks", ranks, config(gas, prt=prt)))
 
 
+@pytest.mark.parametrize("schedule", ["auto", "interleaved_1f1b"])
+@pytest.mark.parametrize("model", ["blocks", "tied", "dropout"])
+@pytest.mark.parametrize("prt", [{"reuse": 2}, {"reuse": 2, "placement": "wave"}], ids=["loop", "wave"])
+def test_a_split_backward_changes_no_bit(world, prt, model, schedule):
+    stock = world(2).reference(training.train, model, 2, config(4))
+    split = {**prt, "split_backward": True, "schedule": schedule}
+    assert_same(stock, world(2).run(training.train, model, 2, config(4, prt=split)))
+
+
 LOOP2, WAVE2 = {"reuse": 2}, {"reuse": 2, "placement": "wave"}
 LOOP3, WAVE3 = {"reuse": 3}, {"reuse": 3, "placement": "wave"}
 BOTH = pytest.mark.parametrize("prt", [LOOP2, WAVE2], ids=["loop", "wave"])

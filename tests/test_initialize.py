@@ -68,11 +68,11 @@ REFUSED = [
     ("pipeline", config(prt={}, zero_optimization={"stage": 2}), "ZeRO-2 is incompatible"),
     ("dualpipev", config(prt={}), "cannot take effect on a DualPipeVModule"),
     ("plain", config(prt={}, dp=2), "cannot take effect on a Block"),
-    ("prt", config(prt={"reuse": 2}), "was built with reuse 3"),
+    ("prt", config(prt={"reuse": 2}), "\"reuse\": 2, but the PRTPipelineModule was built with 3"),
     ("prt", config(prt={"partition": [0, 2, 4, 6, 8, 10, 12]}), "comes too late for a PRTPipelineModule"),
-    ("prt_wave", config(prt={"placement": "loop"}), "was built with reuse 2 in a wave"),
-    ("alternating", config(prt={"reuse": 2}, bf16={"enabled": True}),
-     r"rank 1 would hold layers \[1, 3\]"),
+    ("prt", config(prt={"direction": "bidirectional"}), "built with 'unidirectional'"),
+    ("prt_wave", config(prt={"placement": "loop"}), "'loop', but the PRTPipelineModule was built with 'wave'"),
+    ("alternating", config(prt={"reuse": 2}, bf16={"enabled": True}), r"rank 1 would hold layers \[1, 3\]"),
     ("alternating", config(prt={"reuse": 2}, zero_optimization={"stage": 1}), r"rank 1 would hold layers \[1, 3\]"),
 ]
 
@@ -138,8 +138,8 @@ def test_references_random_numbers_and_the_log(world):
     assert [report["drawn"] for report in reports] == [expected] * 2
     assert [report["ends"] for report in reports] == [(True, False), (False, True)]
     assert reports[0]["said"] == [
-        "deepspeed_prt: 2 ranks x 2 stages = 4 stages in a loop, schedule interleaved_1f1b, 4 micro-batches, "
-        "predicted bubble 11.1 %, at most 2 micro-batches in flight per rank"]
+        "deepspeed_prt: 2 ranks x 2 stages = 4 stages in a loop, schedule zero_bubble, 4 micro-batches, "
+        "predicted bubble 4.0 %, at most 2 micro-batches in flight per rank"]
     assert reports[1]["said"] == []
 
 
@@ -179,9 +179,9 @@ def custom_order(placement, micro_batches, max_in_flight):
 
 
 def test_schedules_of_ones_own(world, tmp_path):
+    from deepspeed_prt.program.build import build
     from deepspeed_prt.program.csv_format import to_csv
     from deepspeed_prt.program.placement import Placement
-    from deepspeed_prt.program.program import build
     path = tmp_path / "program.csv"
     to_csv(build("breadth_first", Placement("loop", 2, 2), 3), path)
     stock = world(2).run(training.train, "blocks", 2, config(3), steps=3)

@@ -6,21 +6,33 @@ import pytest
 from deepspeed.runtime.pipe import schedule as ds
 from hypothesis import given, settings, strategies as st
 
+from deepspeed_prt.program.build import build
 from deepspeed_prt.program.placement import Placement
-from deepspeed_prt.program.program import build, forward_only
+from deepspeed_prt.program.program import complete, forward_only
 from deepspeed_prt.program.sources import program_from
-from deepspeed_prt.schedule import PRTSchedule
+from deepspeed_prt.schedule import InputGradPass, PRTSchedule, WeightGradPass
 
-from .program.common import programs
+from .program.common import BI, programs, rows_of
 
-SHORT = {"LoadMicroBatch": "Load", "ForwardPass": "F", "BackwardPass": "B", "SendActivation": "SEND_F",
-         "RecvActivation": "RECV_F", "SendGrad": "SEND_B", "RecvGrad": "RECV_B"}
+SHORT = {"LoadMicroBatch": "Load", "ForwardPass": "F", "BackwardPass": "B", "InputGradPass": "I",
+         "WeightGradPass": "W", "SendActivation": "SEND_F", "RecvActivation": "RECV_F", "SendGrad": "SEND_B",
+         "RecvGrad": "RECV_B"}
+COMPUTES = ("ForwardPass", "BackwardPass", "InputGradPass", "WeightGradPass")
+GIVE_WEIGHT_GRADS = ("BackwardPass", "WeightGradPass")
+
+
+def text_of(instruction):
+    """An instruction in the notation of actions, the buffer in brackets."""
+    if instruction.name == "ReduceReplicaGrads":
+        return f"{instruction.stage}Reduce"
+    if instruction.name not in SHORT:
+        return instruction.name
+    return f"{instruction.stage}{SHORT[instruction.name]}{instruction.micro_batch}[{instruction.buffer_id}]"
 
 
 def written(schedule):
-    """Each step as text, the buffer in brackets; '-' where the rank is idle."""
-    return [" ".join(f"{i.stage}{SHORT[i.name]}{i.micro_batch}[{i.buffer_id}]" if i.name in SHORT else i.name
-                     for i in step) or "-" for step in schedule.steps()]
+    """Each step as text; '-' where the rank is idle."""
+    return [" ".join(map(text_of, step)) or "-" for step in schedule.steps()]
 
 
 END = "ReduceTiedGrads ReduceGrads OptimizerStep"
@@ -31,7 +43,7 @@ def test_one_rank_one_micro_batch():
 
 
 def test_two_ranks():
-    assert written(PRTSchedule(micro_batches=2, stages=2, stage_id=0)) == [
+    assert written(PRTSchedule(micro_batches=2, stages=2, stage_id=0, schedule="1f1b")) == [
         "0Load0[0] 0F0[0] 0SEND_F0[0]",
         "0RECV_B0[0] 0Load1[1] 0F1[1] 0SEND_F1[1]",
         "-",
@@ -40,7 +52,7 @@ def test_two_ranks():
         "0B1[1]",
         END,
     ]
-    assert written(PRTSchedule(micro_batches=2, stages=2, stage_id=1)) == [
+    assert written(PRTSchedule(micro_batches=2, stages=2, stage_id=1, schedule="1f1b")) == [
         "-",
         "1RECV_F0[0] 1Load0[0] 1F0[0]",
         "1RECV_F1[1] 1B0[0] 1SEND_B0[0]",
@@ -53,7 +65,7 @@ def test_two_ranks():
 
 def test_reuse_in_a_wave():
     # Both ends of the pipeline are on rank 0: it loads the inputs and the labels.
-    assert written(PRTSchedule(1, 2, 0, reuse=2, placement="wave")) == [
+    assert written(PRTSchedule(1, 2, 0, reuse=2, placement="wave", split_backward=False)) == [
         "3RECV_F0[0] 0Load0[1] 0F0[1] 0SEND_F0[1]",
         "-",
         "-",
@@ -64,7 +76,7 @@ def test_reuse_in_a_wave():
         "0B0[1]",
         END,
     ]
-    assert written(PRTSchedule(1, 2, 1, reuse=2, placement="wave")) == [
+    assert written(PRTSchedule(1, 2, 1, reuse=2, placement="wave", split_backward=False)) == [
         "-",
         "1RECV_F0[0] 1F0[0]",
         "2F0[1] 2SEND_F0[1]",
@@ -77,22 +89,141 @@ def test_reuse_in_a_wave():
     ]
 
 
+def test_split_backwards():
+    assert written(PRTSchedule(2, 2, 0, schedule="zero_bubble")) == [
+        "0Load0[0] 0F0[0] 0SEND_F0[0]",
+        "0RECV_B0[0] 0Load1[1] 0F1[1] 0SEND_F1[1]",
+        "-",
+        "0I0[0]",
+        "0RECV_B1[1] 0W0[0]",
+        "0I1[1]",
+        "0W1[1]",
+        END,
+    ]
+    assert written(PRTSchedule(2, 2, 1, schedule="zero_bubble")) == [
+        "-",
+        "1RECV_F0[0] 1Load0[0] 1F0[0]",
+        "1RECV_F1[1] 1I0[0] 1SEND_B0[0]",
+        "1Load1[1] 1F1[1]",
+        "1I1[1] 1SEND_B1[1]",
+        "1W0[0]",
+        "1W1[1]",
+        END,
+    ]
+
+
+def test_a_whole_backward_takes_two_steps_beside_split_ones():
+    program = complete("by hand", rows_of("""
+        0F0 0F1 0B0 0B1
+        1F0 1I0 1F1 1I1 1W0 1W1
+    """), Placement("loop", 2, 1), 2, 2)
+    assert written(PRTSchedule(2, 2, 0, program=program)) == [
+        "0Load0[0] 0F0[0] 0SEND_F0[0]",
+        "0RECV_B0[0] 0Load1[1] 0F1[1] 0SEND_F1[1]",
+        "-",
+        "0RECV_B1[1] 0B0[0]",
+        "-",
+        "0B1[1]",
+        "-",
+        END,
+    ]
+
+
+def test_both_directions():
+    # Micro-batch 0 goes down, micro-batch 1 up. The copies of stage 1 have their gradients a step before those of
+    # stage 0, and so are summed while the last backward runs.
+    assert written(PRTSchedule(2, 2, 0, schedule="1f1b", direction=BI)) == [
+        "1RECV_F1[0] 0Load0[1] 0F0[1] 0SEND_F0[1]",
+        "1Load1[0] 1F1[0]",
+        "0RECV_B0[1] 1B1[0] 1SEND_B1[0]",
+        "1Reduce 0B0[1]",
+        f"0Reduce {END}",
+    ]
+    assert written(PRTSchedule(2, 2, 1, schedule="1f1b", direction=BI)) == [
+        "1RECV_F0[0] 0Load1[1] 0F1[1] 0SEND_F1[1]",
+        "1Load0[0] 1F0[0]",
+        "0RECV_B1[1] 1B0[0] 1SEND_B0[0]",
+        "1Reduce 0B1[1]",
+        f"0Reduce {END}",
+    ]
+
+
+def test_both_directions_with_one_micro_batch():
+    # Rank 0 computes nothing of stage 1, nor rank 1 of stage 0, but their copies need the gradients all the same.
+    assert written(PRTSchedule(1, 2, 0, schedule="1f1b", direction=BI)) == [
+        "0Load0[0] 0F0[0] 0SEND_F0[0]",
+        "-",
+        "-",
+        "1Reduce 0RECV_B0[0] 0B0[0]",
+        f"0Reduce {END}",
+    ]
+    assert written(PRTSchedule(1, 2, 1, schedule="1f1b", direction=BI)) == [
+        "-",
+        "1RECV_F0[0] 1Load0[0] 1F0[0]",
+        "1B0[0] 1SEND_B0[0]",
+        "1Reduce",
+        f"0Reduce {END}",
+    ]
+
+
+def test_both_directions_with_split_backwards():
+    assert written(PRTSchedule(2, 2, 0, schedule="zero_bubble", direction=BI)) == [
+        "1RECV_F1[0] 0Load0[1] 0F0[1] 0SEND_F0[1]",
+        "1Load1[0] 1F1[0]",
+        "0RECV_B0[1] 1I1[0] 1SEND_B1[0]",
+        "0I0[1]",
+        "1W1[0]",
+        "1Reduce 0W0[1]",
+        f"0Reduce {END}",
+    ]
+
+
+def test_the_middle_one_of_three_ranks_has_nobody_to_sum_with():
+    assert written(PRTSchedule(2, 3, 1, schedule="1f1b", direction=BI)) == [
+        "-",
+        "1RECV_F0[0] 1RECV_F1[1] 1F0[0] 1SEND_F0[0]",
+        "1RECV_B0[0] 1F1[1] 1SEND_F1[1]",
+        "-",
+        "1RECV_B1[1] 1B0[0] 1SEND_B0[0]",
+        "1B1[1] 1SEND_B1[1]",
+        "-",
+        END,
+    ]
+    # On rank 0 stage 2 is done at once, but its copy on rank 2 is a step late.
+    assert written(PRTSchedule(2, 3, 0, schedule="1f1b", direction=BI))[3:] == [
+        "2Load1[0] 2F1[0]",
+        "0RECV_B0[1] 2B1[0] 2SEND_B1[0]",
+        "2Reduce 0B0[1]",
+        "-",
+        f"0Reduce {END}",
+    ]
+
+
 def test_evaluation_reduces_nothing():
     assert written(PRTSchedule(2, 2, 1, forward_only=True)) == [
         "-",
         "1RECV_F0[0] 1RECV_F1[1] 1Load0[0] 1F0[0]",
         "1Load1[1] 1F1[1]",
     ]
+    assert written(PRTSchedule(2, 2, 1, forward_only=True, direction=BI)) == [
+        "1RECV_F0[0] 0Load1[1] 0F1[1] 0SEND_F1[1]",
+        "1Load0[0] 1F0[0]",
+    ]
 
 
 def test_instructions_are_deepspeeds_and_print_like_them():
-    steps = list(PRTSchedule(micro_batches=1, stages=2, stage_id=0))
+    steps = list(PRTSchedule(micro_batches=1, stages=2, stage_id=0, direction=BI, schedule="zero_bubble"))
     assert list(map(repr, steps[0])) == ["LoadMicroBatch(buffer_id=0, stage=0, micro_batch=0)",
                                          "ForwardPass(buffer_id=0, stage=0, micro_batch=0)",
                                          "SendActivation(buffer_id=0, stage=0, micro_batch=0)"]
     kinds = [type(i).__mro__[1] for step in steps for i in step]
     assert kinds[:3] == [ds.LoadMicroBatch, ds.ForwardPass, ds.SendActivation]
-    assert [type(i) for i in steps[-1]] == [ds.ReduceTiedGrads, ds.ReduceGrads, ds.OptimizerStep]
+    assert [type(i) for i in steps[-1]][1:] == [ds.ReduceTiedGrads, ds.ReduceGrads, ds.OptimizerStep]
+    assert repr(steps[-1][0]) == "ReduceReplicaGrads(stage=0)"
+    assert isinstance(steps[-1][0], ds.PipeInstruction)
+    assert issubclass(InputGradPass, ds.BackwardPass)
+    assert issubclass(WeightGradPass, ds.BufferOpInstruction)
+    assert "WeightGradPass(buffer_id=0, stage=0, micro_batch=0)" in [repr(i) for step in steps for i in step]
 
 
 def test_it_is_a_deepspeed_schedule():
@@ -118,6 +249,10 @@ def test_a_rank_that_is_none(rank):
     ({"reuse": 2, "schedule": "1f1b"}, "'1f1b' has one stage per rank"),
     ({"max_in_flight": 0.5}, "max_in_flight 0.5 is too small"),
     ({"micro_batches": 0}, "at least 1 micro-batch, got 0"),
+    ({"direction": "up"}, "unknown direction 'up': use one of unidirectional, bidirectional"),
+    ({"direction": BI, "stages": 1}, "bidirectional pipeline needs at least 2 ranks"),
+    ({"schedule": "zero_bubble", "split_backward": False}, "'zero_bubble' splits the backward, which split_backward"),
+    ({"schedule": "zbv"}, "'zbv' is for placement 'wave' with reuse 2"),
 ])
 def test_arguments_that_make_no_program(arguments, message):
     with pytest.raises(ValueError, match=message):
@@ -129,6 +264,11 @@ def test_arguments_reach_the_program():
     assert schedule.program == build("interleaved_1f1b", Placement("wave", 3, 2), 5, 2)
     assert PRTSchedule(5, 3, 0, reuse=2, forward_only=True).program == forward_only(
         build("auto", Placement("loop", 3, 2), 5))
+    both = Placement("loop", 3, 2, BI)
+    assert PRTSchedule(5, 3, 0, reuse=2, direction=BI, schedule="gpipe", split_backward=True).program == build(
+        "gpipe", both, 5, split=True)
+    assert PRTSchedule(5, 3, 0, reuse=2, direction=BI, split_backward=False).program == build(
+        "auto", both, 5, split=False)
     program = program_from("gpipe", Placement("loop", 2, 2), 3)
     assert PRTSchedule(3, 2, 1, program=program).program is program
 
@@ -147,41 +287,71 @@ def test_1f1b_computes_in_the_order_of_deepspeeds_own_schedule(ranks, micro_batc
 
 
 def computes(step):
-    return [i for i in step if isinstance(i, ds.ForwardPass | ds.BackwardPass)]
+    return [i for i in step if i.name in COMPUTES]
 
 
 @settings(max_examples=40, deadline=None)
-@given(programs(micro_batches=12), st.booleans())
+@given(programs(), st.booleans())
 def test_steps_of_all_ranks(program, evaluates):
     program = forward_only(program) if evaluates else program
-    p, m = program.placement.ranks, program.micro_batches
+    p, m, routes = program.placement.ranks, program.micro_batches, program.placement.routes
     of_rank = [list(PRTSchedule(m, p, rank, program=program).steps()) for rank in range(p)]
     assert len({len(steps) for steps in of_rank}) == 1, "all ranks have the same number of steps"
     for rank, steps in enumerate(of_rank):
         assert all(len(computes(step)) <= 1 for step in steps)
-        ends = [i.name for step in steps for i in step if not isinstance(i, ds.BufferOpInstruction)]
+        ends = [i.name for step in steps for i in step
+                if not isinstance(i, ds.BufferOpInstruction) and i.name != "ReduceReplicaGrads"]
         assert ends == ([] if evaluates else END.split())
-        assert evaluates or [i.name for i in steps[-1]] == END.split()
-        done = [(i.stage, "F" if i.name == "ForwardPass" else "B", i.micro_batch) for step in steps
-                for i in computes(step)]
+        assert evaluates or [i.name for i in steps[-1] if i.name != "ReduceReplicaGrads"] == END.split()
+        done = [(i.stage, SHORT[i.name], i.micro_batch) for step in steps for i in computes(step)]
         assert done == list(program.compute_rows()[rank])
         loads = [(i.stage, i.micro_batch) for step in steps for i in step if i.name == "LoadMicroBatch"]
-        outer = {stage for stage in (0, program.placement.stages - 1) if program.placement.rank_of(stage) == rank}
-        assert sorted(loads) == [(stage, micro_batch) for stage in sorted(outer) for micro_batch in range(m)]
+        assert sorted(loads) == sorted({(stage, micro_batch) for micro_batch in range(m)
+                                        for stage in (0, program.placement.stages - 1)
+                                        if routes[micro_batch % len(routes)][stage] == rank})
 
 
 @settings(max_examples=40, deadline=None)
-@given(programs(micro_batches=12), st.booleans())
+@given(programs(directions=[BI]), st.booleans())
+def test_both_ranks_of_a_pair_sum_the_same_stages_in_the_same_order(program, evaluates):
+    program = forward_only(program) if evaluates else program
+    p, placement = program.placement.ranks, program.placement
+    of_rank = [list(PRTSchedule(program.micro_batches, p, rank, program=program).steps()) for rank in range(p)]
+    sums = [[(step, i.stage) for step, instructions in enumerate(steps) for i in instructions
+             if i.name == "ReduceReplicaGrads"] for steps in of_rank]
+    for rank, of_this in enumerate(sums):
+        mirror = p - 1 - rank
+        assert of_this == sums[mirror], "in the same steps, too"
+        held = {stage for route in placement.routes for stage, at in enumerate(route) if at == rank}
+        assert sorted(stage for _, stage in of_this) == (sorted(held) if mirror != rank and not evaluates else [])
+        for summed_at, stage in of_this:
+            for which in (rank, mirror):
+                last = [step for step, instructions in enumerate(of_rank[which]) for i in instructions
+                        if i.name in GIVE_WEIGHT_GRADS and i.stage == stage]
+                assert not last or last[-1] < summed_at
+        for step, stage in of_this:
+            first = of_rank[rank][step][0]
+            assert first.name == "ReduceReplicaGrads", "before the work of its step, which hides it"
+            assert placement.rank_of(stage, 0) in (rank, mirror)
+
+
+def test_one_direction_has_no_copies_to_sum():
+    names = {i.name for rank in range(3) for step in PRTSchedule(4, 3, rank, reuse=2).steps() for i in step}
+    assert "ReduceReplicaGrads" not in names
+
+
+@settings(max_examples=40, deadline=None)
+@given(programs(), st.booleans())
 def test_a_barrier_may_stand_between_any_two_steps(program, evaluates):
     # Executed step by step on buffers that hold names in the place of tensors; within a step nothing is delivered.
     # An output that stays on its rank goes straight into the buffer of the stage above.
     program = forward_only(program) if evaluates else program
-    p, route, last = program.placement.ranks, program.placement.route, program.placement.stages - 1
+    p, routes, last = program.placement.ranks, program.placement.routes, program.placement.stages - 1
     schedules = [PRTSchedule(program.micro_batches, p, rank, program=program) for rank in range(p)]
-    inputs = [[None] * schedule.num_pipe_buffers() for schedule in schedules]
-    labels = [[None] * schedule.num_pipe_buffers() for schedule in schedules]
-    outputs = [[None] * schedule.num_pipe_buffers() for schedule in schedules]
+    inputs, labels, outputs = ([[None] * schedule.num_pipe_buffers() for schedule in schedules] for _ in range(3))
     gradients = [{} for _ in range(p)]
+    awaits_weight_grad = [set() for _ in range(p)]
+    added, summed = defaultdict(list), set()
     delivered, posted = defaultdict(list), defaultdict(list)
     place_of = [{} for _ in range(p)]
 
@@ -194,6 +364,11 @@ def test_a_barrier_may_stand_between_any_two_steps(program, evaluates):
         sent = defaultdict(list)
         for rank, instructions in enumerate(step):
             for i in instructions:
+                if i.name == "ReduceReplicaGrads":
+                    summed.add((rank, i.stage))
+                if not hasattr(i, "micro_batch"):
+                    continue
+                route = routes[i.micro_batch % len(routes)]
                 if i.name in ("RecvActivation", "RecvGrad"):
                     source = route[i.stage + (-1 if i.name == "RecvActivation" else 1)]
                     place_of[rank][i.name, i.stage, i.micro_batch] = len(posted[source, rank])
@@ -212,7 +387,7 @@ def test_a_barrier_may_stand_between_any_two_steps(program, evaluates):
                     if i.stage < last and route[i.stage + 1] == rank:
                         above = schedules[rank].buffer_of(i.stage + 1, i.micro_batch)
                         inputs[rank][above] = outputs[rank][i.buffer_id]
-                elif i.name == "BackwardPass":
+                elif i.name in ("BackwardPass", "InputGradPass"):
                     assert outputs[rank][i.buffer_id] == ("output", i.stage, i.micro_batch), "still held"
                     if i.stage < last and route[i.stage + 1] != rank:
                         arrived = message(rank, "RecvGrad", i, route[i.stage + 1])
@@ -220,6 +395,11 @@ def test_a_barrier_may_stand_between_any_two_steps(program, evaluates):
                     elif i.stage < last:
                         assert gradients[rank].pop((i.stage + 1, i.micro_batch))
                     gradients[rank][i.stage, i.micro_batch] = True
+                    if i.name == "InputGradPass":
+                        awaits_weight_grad[rank].add((i.stage, i.micro_batch))
+                elif i.name == "WeightGradPass":
+                    assert outputs[rank][i.buffer_id] == ("output", i.stage, i.micro_batch), "still held"
+                    awaits_weight_grad[rank].remove((i.stage, i.micro_batch))
                 elif i.name == "LoadMicroBatch":
                     loaded = inputs if i.stage == 0 else labels
                     loaded[rank][i.buffer_id] = ("loaded", i.stage, i.micro_batch)
@@ -228,10 +408,17 @@ def test_a_barrier_may_stand_between_any_two_steps(program, evaluates):
                 elif i.name == "SendGrad":
                     assert gradients[rank].pop((i.stage, i.micro_batch))
                     sent[rank, route[i.stage - 1]].append(("gradient", i.stage, i.micro_batch))
+                if i.name in GIVE_WEIGHT_GRADS:
+                    assert (rank, i.stage) not in summed, "summed too early"
+                    added[i.stage, i.micro_batch % len(routes)].append(i.micro_batch)
         for channel, messages in sent.items():
             delivered[channel] += messages
     assert {channel: len(messages) for channel, messages in delivered.items()} == {
         channel: len(messages) for channel, messages in posted.items()}
     if not evaluates:
-        assert all(set(left) == {(0, m) for m in range(program.micro_batches)} if rank == route[0] else not left
-                   for rank, left in enumerate(gradients)), "only the gradients of the first stage's inputs are left"
+        entered = [{(0, m) for m in range(program.micro_batches) if routes[m % len(routes)][0] == rank}
+                   for rank in range(p)]
+        assert [set(left) for left in gradients] == entered, "only those of the first stage's inputs are left"
+        assert not any(awaits_weight_grad)
+        assert all(order == list(range(pipe, program.micro_batches, len(routes)))
+                   for (_, pipe), order in added.items()), "in micro-batch order, per stage and pipe"

@@ -11,12 +11,18 @@ Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 
 FORWARD: Final = "F"
 BACKWARD: Final = "B"
+INPUT_GRAD: Final = "I"
+WEIGHT_GRAD: Final = "W"
 SEND_F: Final = "SEND_F"
 RECV_F: Final = "RECV_F"
 SEND_B: Final = "SEND_B"
 RECV_B: Final = "RECV_B"
 
-COMPUTE_KINDS: Final[frozenset[str]] = frozenset({"F", "B", "I", "W"})
+COMPUTE_KINDS: Final[frozenset[Kind]] = frozenset({"F", "B", "I", "W"})
+GIVES_INPUT_GRAD: Final[frozenset[Kind]] = frozenset({"B", "I"})
+"""The kinds that need the gradient of a stage's output and give that of its input."""
+GIVES_WEIGHT_GRAD: Final[frozenset[Kind]] = frozenset({"B", "W"})
+"""The kinds that give the gradients of a stage's weights, after which it holds nothing of the micro-batch."""
 
 _PATTERN = re.compile(rf"(0|[1-9][0-9]*)({'|'.join(get_args(Kind))})(0|[1-9][0-9]*)")
 

@@ -6,7 +6,7 @@ a send never waits for anything; the receiver posts its receives in that same or
 
 from collections.abc import Sequence
 
-from .actions import BACKWARD, FORWARD, RECV_B, RECV_F, SEND_B, SEND_F, Action, Kind, Row
+from .actions import FORWARD, GIVES_INPUT_GRAD, RECV_B, RECV_F, SEND_B, SEND_F, Action, Kind, Row
 from .errors import ProgramError
 from .placement import Placement
 
@@ -30,7 +30,7 @@ def counterpart(action: Action) -> Action:
 
 def peer_of(action: Action, placement: Placement) -> int:
     """The rank at the other end of a SEND or RECV."""
-    return placement.route[action.stage + _PEERS[action.kind][0]]
+    return placement.routes[action.micro_batch % placement.pipes][action.stage + _PEERS[action.kind][0]]
 
 
 def outgoing(action: Action, placement: Placement) -> Action | None:
@@ -38,7 +38,7 @@ def outgoing(action: Action, placement: Placement) -> Action | None:
     stage, kind, micro_batch = action
     if kind == FORWARD and placement.is_remote(stage + 1):
         return Action(stage, SEND_F, micro_batch)
-    if kind == BACKWARD and placement.is_remote(stage):
+    if kind in GIVES_INPUT_GRAD and placement.is_remote(stage):
         return Action(stage, SEND_B, micro_batch)
     return None
 
@@ -48,15 +48,9 @@ def incoming(action: Action, placement: Placement) -> Action | None:
     stage, kind, micro_batch = action
     if kind == FORWARD and placement.is_remote(stage):
         return Action(stage, RECV_F, micro_batch)
-    if kind == BACKWARD and placement.is_remote(stage + 1):
+    if kind in GIVES_INPUT_GRAD and placement.is_remote(stage + 1):
         return Action(stage, RECV_B, micro_batch)
     return None
-
-
-def consumer_of(recv: Action) -> Action:
-    """The compute action that uses what ``recv`` brings."""
-    kind: Kind = FORWARD if recv.kind == RECV_F else BACKWARD
-    return Action(recv.stage, kind, recv.micro_batch)
 
 
 def add_communication(rows: Sequence[Row], placement: Placement) -> tuple[Row, ...]:
@@ -83,9 +77,11 @@ def add_communication(rows: Sequence[Row], placement: Placement) -> tuple[Row, .
 
     posts: list[dict[int, list[tuple[int, Action]]]] = [{} for _ in rows]
     positions = [{action: index for index, action in enumerate(row)} for row in rows]
+    uses_of = [{recv: index for index, action in enumerate(row) if (recv := incoming(action, placement)) is not None}
+               for row in rows]
     for (_, target), receives in channels.items():
         position = positions[target]
-        uses = [position.get(consumer_of(recv), -1) for recv in receives]
+        uses = [uses_of[target].get(recv, -1) for recv in receives]
         # Later messages of the channel pull earlier ones forward ...
         latest = [max(use - LOOKAHEAD, 0) for use in uses]
         for index in range(len(latest) - 2, -1, -1):

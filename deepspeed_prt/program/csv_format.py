@@ -4,8 +4,7 @@ import csv
 from pathlib import Path
 
 from .actions import Row, parse
-from .placement import Placement
-from .program import Program, complete, default_cap
+from .program import Program
 
 
 def to_csv(program: Program, path: Path) -> None:
@@ -34,12 +33,10 @@ def read_rows(path: Path) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def from_csv(path: Path, placement: Placement, micro_batches: int, max_in_flight: float | None = None) -> Program:
-    """Read a program. Sends and receives in the file are put in anew, so a file of compute actions is enough.
+def read_compute_rows(path: Path) -> tuple[Row, ...]:
+    """Read the compute actions of a CSV file, as a schedule: sends and receives follow from the placement.
 
     Raises:
         ValueError: a cell is not an action.
     """
-    compute_rows = tuple(tuple(action for action in row if action.is_compute) for row in read_rows(path))
-    cap = default_cap("csv", placement.ranks, micro_batches) if max_in_flight is None else max_in_flight
-    return complete(str(path), compute_rows, placement, micro_batches, cap)
+    return tuple(tuple(action for action in row if action.is_compute) for row in read_rows(path))

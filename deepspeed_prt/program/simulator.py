@@ -9,30 +9,8 @@ from functools import cached_property
 
 from .actions import SEND_B, SEND_F, Action
 from .communication import counterpart, incoming, peer_of
-from .placement import Placement
+from .costs import Costs
 from .program import Program
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Times of one micro-batch, per stage, and of a message; any unit, the same everywhere.
-
-    ``backward`` is the whole backward, input and weight gradients together.
-    """
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    latency: float = 0.0
-
-    @classmethod
-    def uniform(cls, placement: Placement, forward: float, backward: float, latency: float = 0.0) -> "Costs":
-        """Costs of equal stages from those of one micro-batch through all stages of one rank."""
-        share = 1 / placement.reuse
-        return cls((forward * share, ) * placement.stages, (backward * share, ) * placement.stages, latency)
-
-    def of(self, action: Action) -> float:
-        """The time that a compute action takes."""
-        return self.forward[action.stage] if action.kind == "F" else self.backward[action.stage]
 
 
 @dataclass(frozen=True)
@@ -117,31 +95,3 @@ def simulate(program: Program, costs: Costs) -> Timeline:
         stuck = ", ".join(f"rank {rank} for {recv}" for recv, rank in waiting.items())
         raise DeadlockError(f"ranks wait for messages that are never sent: {stuck}")
     return Timeline(tuple(map(tuple, spans)), dict(messages))
-
-
-def ideal_time(placement: Placement, micro_batches: int, costs: Costs) -> float:
-    """The time of a step without any bubble: the work of the busiest rank."""
-    return micro_batches * max(
-        sum(costs.forward[stage] + costs.backward[stage] for stage in placement.stages_of(rank))
-        for rank in range(placement.ranks))
-
-
-def lower_bound(placement: Placement, micro_batches: int, costs: Costs) -> float:
-    """A makespan that no order of whole backwards can beat.
-
-    Before rank r starts, a micro-batch has to come through the stages below its first one; after its last backward,
-    which is of that stage, the gradient has to go back through them. Nor is any batch shorter than one micro-batch's
-    way there and back.
-    """
-    bound = 0.0
-    hops = [0]
-    for stage in range(1, placement.stages):
-        hops.append(hops[-1] + placement.is_remote(stage))
-    for rank in range(placement.ranks):
-        stages = placement.stages_of(rank)
-        first = stages[0]
-        outside = sum(costs.forward[:first]) + sum(costs.backward[:first]) + 2 * hops[first] * costs.latency
-        work = micro_batches * sum(costs.forward[stage] + costs.backward[stage] for stage in stages)
-        bound = max(bound, outside + work)
-    round_trip = sum(costs.forward) + sum(costs.backward) + 2 * hops[-1] * costs.latency
-    return max(bound, round_trip)

@@ -5,14 +5,17 @@ from importlib import import_module
 from pathlib import Path
 
 from .actions import Action, Row, parse, parse_row
-from .csv_format import from_csv
+from .build import build, default_cap
+from .costs import Costs
+from .csv_format import read_compute_rows
 from .placement import Placement
-from .program import Program, build, complete, default_cap
+from .program import Program, complete
+from .split import split_backwards
 from .verifier import verify
 
 
-def program_from(schedule: str, placement: Placement, micro_batches: int,
-                 max_in_flight: float | None = None) -> Program:
+def program_from(schedule: str, placement: Placement, micro_batches: int, max_in_flight: float | None = None,
+                 costs: Costs | None = None, split: bool | None = None) -> Program:
     """Make and verify the program that ``schedule`` stands for.
 
     Args:
@@ -20,33 +23,39 @@ def program_from(schedule: str, placement: Placement, micro_batches: int,
             (placement, micro_batches, max_in_flight) that returns one row of compute actions (or strings) per rank.
         placement: ranks, reuse and route.
         micro_batches: m.
-        max_in_flight: cap on a rank's activations; see :func:`~deepspeed_prt.program.program.default_cap`.
+        max_in_flight: cap on a rank's activations; see :func:`~deepspeed_prt.program.build.default_cap`.
+        costs: what orders that depend on costs assume; see :func:`~deepspeed_prt.program.build.build`.
+        split: split the backwards (True), keep them whole (False), or as the schedule has it (None).
 
     Raises:
         ValueError: there is no such schedule, or it cannot be made for these sizes.
         ProgramError: the program does not verify.
     """
-    if schedule.endswith(".csv"):
-        program = from_csv(Path(schedule), placement, micro_batches, max_in_flight)
-    elif ":" in schedule:
+    if schedule.endswith(".csv") or ":" in schedule:
         cap = default_cap(schedule, placement.ranks, micro_batches) if max_in_flight is None else max_in_flight
-        rows = _rows(schedule, _load(schedule)(placement, micro_batches, cap))
+        rows = read_compute_rows(Path(schedule)) if schedule.endswith(".csv") \
+            else _rows(schedule, _load(schedule)(placement, micro_batches, cap))
+        if split:
+            rows = split_backwards(rows)
         program = complete(schedule, rows, placement, micro_batches, cap)
+        if split is False and program.is_split:
+            raise ValueError(f"schedule {schedule!r} splits the backward, which split_backward false forbids; leave "
+                             "split_backward out or write B instead of I and W")
     else:
-        program = build(schedule, placement, micro_batches, max_in_flight)
+        program = build(schedule, placement, micro_batches, max_in_flight, costs, split)
     verify(program)
     return program
 
 
-def _rows(schedule: str, returned: object) -> list[Row]:
+def _rows(schedule: str, returned: object) -> tuple[Row, ...]:
     """What a user's function returned, as rows.
 
     Raises:
         ValueError: it is not one row of actions or strings per rank.
     """
     try:
-        return [tuple(parse(item) if isinstance(item, str) else Action(*item) for item in row)
-                if not isinstance(row, str) else parse_row(row) for row in returned]  # type: ignore[attr-defined]
+        return tuple(tuple(parse(item) if isinstance(item, str) else Action(*item) for item in row)
+                     if not isinstance(row, str) else parse_row(row) for row in returned)  # type: ignore[attr-defined]
     except (TypeError, ValueError) as error:
         raise ValueError(f"schedule {schedule!r} has to return one row of actions per rank, like "
                          f"[\"0F0 0B0\", \"1F0 1B0\"]: {error}") from error

@@ -6,16 +6,26 @@ no rank holds more activations than the cap.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator
 
-from .actions import BACKWARD, FORWARD, RECV_B, RECV_F, SEND_B, SEND_F, Action, Kind, Row
+from .actions import (
+    BACKWARD,
+    FORWARD,
+    GIVES_INPUT_GRAD,
+    GIVES_WEIGHT_GRAD,
+    INPUT_GRAD,
+    RECV_B,
+    SEND_B,
+    SEND_F,
+    WEIGHT_GRAD,
+    Action,
+    Kind,
+    Row,
+)
 from .communication import counterpart, incoming, outgoing, peer_of
 from .errors import ProgramError
 from .placement import Placement
 from .program import Program
 from .slots import lifetimes
-
-_KNOWN: tuple[Kind, ...] = (FORWARD, BACKWARD, SEND_F, RECV_F, SEND_B, RECV_B)
 
 
 def verify(program: Program) -> None:
@@ -49,28 +59,30 @@ def _check_actions(row: Row, rank: int, program: Program) -> None:
     """Every action is in range, on its rank and there once; every message crosses ranks; no compute is missing."""
     placement = program.placement
     for action in row:
-        if action.kind not in _KNOWN:
-            raise ProgramError(f"rank {rank}: {action} is of a kind that programs do not have yet; "
-                               f"the kinds are {', '.join(_KNOWN)}")
         if not 0 <= action.stage < placement.stages:
             raise ProgramError(f"rank {rank}: {action} is out of range; stages are 0..{placement.stages - 1}")
         if not 0 <= action.micro_batch < program.micro_batches:
             raise ProgramError(f"rank {rank}: {action} is out of range; "
                                f"micro-batches are 0..{program.micro_batches - 1}")
-        if placement.rank_of(action.stage) != rank:
-            raise ProgramError(f"rank {rank}: {action} belongs to rank {placement.rank_of(action.stage)} "
-                               f"in placement '{placement.name}'")
+        owner = placement.routes[action.micro_batch % placement.pipes][action.stage]
+        if owner != rank:
+            raise ProgramError(f"rank {rank}: {action} belongs to rank {owner} in placement '{placement.name}'")
         if not action.is_compute and not _crosses_ranks(action, placement):
             raise ProgramError(f"rank {rank}: {action} is unmatched; that boundary does not join two ranks")
     present = set(row)
     if len(present) < len(row):
         action = next(action for action, count in Counter(row).items() if count > 1)
         raise ProgramError(f"rank {rank}: duplicate {action}")
-    kinds = _compute_kinds(program)
-    computes = sum(action.is_compute for action in row)
-    if computes < len(kinds) * placement.reuse * program.micro_batches:
-        missing = next(action for action in _expected(rank, program) if action not in present)
-        raise ProgramError(f"rank {rank}: {missing} is missing")
+    for action in row:
+        if action.kind in (INPUT_GRAD, WEIGHT_GRAD) and action._replace(kind=BACKWARD) in present:
+            raise ProgramError(f"rank {rank}: duplicate {action}, {action._replace(kind=BACKWARD)} does the same")
+    visits = placement.reuse * program.micro_batches
+    for wanted, without in _needed_kinds(program, row):
+        if sum(action.kind in wanted for action in row) < visits:
+            missing = next(Action(stage, without, micro_batch)
+                           for stage, micro_batch in sorted(placement.visits_of(rank, program.micro_batches))
+                           if not any(Action(stage, kind, micro_batch) in present for kind in wanted))
+            raise ProgramError(f"rank {rank}: {missing} is missing")
 
 
 def _check_complete(row: Row, rank: int, program: Program) -> None:
@@ -82,16 +94,14 @@ def _check_complete(row: Row, rank: int, program: Program) -> None:
                 raise ProgramError(f"rank {rank}: {message} is missing")
 
 
-def _compute_kinds(program: Program) -> tuple[Kind, ...]:
-    return (FORWARD, BACKWARD) if program.has_backward else (FORWARD, )
-
-
-def _expected(rank: int, program: Program) -> Iterator[Action]:
-    """The compute actions that a rank has to have."""
-    for stage in program.placement.stages_of(rank):
-        for micro_batch in range(program.micro_batches):
-            for kind in _compute_kinds(program):
-                yield Action(stage, kind, micro_batch)
+def _needed_kinds(program: Program, row: Row) -> list[tuple[frozenset[Kind], Kind]]:
+    """What every visit needs one of, and what to call it where it is missing."""
+    needed: list[tuple[frozenset[Kind], Kind]] = [(frozenset({FORWARD}), FORWARD)]
+    if program.has_backward:
+        is_split = any(action.kind in (INPUT_GRAD, WEIGHT_GRAD) for action in row)
+        needed += [(GIVES_INPUT_GRAD, INPUT_GRAD if is_split else BACKWARD),
+                   (GIVES_WEIGHT_GRAD, WEIGHT_GRAD if is_split else BACKWARD)]
+    return needed
 
 
 def _crosses_ranks(action: Action, placement: Placement) -> bool:
@@ -99,37 +109,48 @@ def _crosses_ranks(action: Action, placement: Placement) -> bool:
 
 
 def _check_local_order(row: Row, rank: int, placement: Placement) -> None:
-    """What an action needs of its own rank comes before it; backwards of a stage come in micro-batch order."""
+    """What an action needs of its own rank comes before it; weight gradients of a stage come in micro-batch order."""
+    present = set(row)
     done: set[Action] = set()
-    last_backward: dict[int, int] = {}
+    last_of: dict[tuple[int, int], Action] = {}
     for action in row:
-        for need in _local_needs(action, placement):
-            if need not in done:
-                raise ProgramError(f"rank {rank}: wrong order, {action} comes before {need}")
-        if action.kind == BACKWARD:
-            last = last_backward.get(action.stage, -1)
-            if action.micro_batch < last:
-                raise ProgramError(f"rank {rank}: wrong order, {action} comes after {Action(action.stage, 'B', last)}; "
+        for needs in _local_needs(action, placement):
+            if done.isdisjoint(needs):
+                later = next((need for need in needs if need in present), needs[0])
+                raise ProgramError(f"rank {rank}: wrong order, {action} comes before {later}")
+        if action.kind in GIVES_WEIGHT_GRAD:
+            key = action.stage, placement.pipe_of(action.micro_batch)
+            last = last_of.get(key, action)
+            if action.micro_batch < last.micro_batch:
+                raise ProgramError(f"rank {rank}: wrong order, {action} comes after {last}; "
                                    "gradients are added in micro-batch order")
-            last_backward[action.stage] = action.micro_batch
+            last_of[key] = action
         done.add(action)
 
 
-def _local_needs(action: Action, placement: Placement) -> list[Action]:
+def _local_needs(action: Action, placement: Placement) -> list[tuple[Action, ...]]:
+    """What has to be done before; of each tuple, one will do."""
     stage, kind, micro_batch = action
+    below: list[tuple[Action, ...]]
     if kind == FORWARD:
         recv = incoming(action, placement)
-        below = [Action(stage - 1, FORWARD, micro_batch)] if stage > 0 else []
-        return [recv] if recv is not None else below
-    if kind == BACKWARD:
+        below = [(Action(stage - 1, FORWARD, micro_batch), )] if stage > 0 else []
+        return [(recv, )] if recv is not None else below
+    if kind in GIVES_INPUT_GRAD:
         recv = incoming(action, placement)
-        above = [Action(stage + 1, BACKWARD, micro_batch)] if stage + 1 < placement.stages else []
-        return [Action(stage, FORWARD, micro_batch), *([recv] if recv is not None else above)]
+        above = [_input_grads(stage + 1, micro_batch)] if stage + 1 < placement.stages else []
+        return [(Action(stage, FORWARD, micro_batch), ), *([(recv, )] if recv is not None else above)]
+    if kind == WEIGHT_GRAD:
+        return [(Action(stage, INPUT_GRAD, micro_batch), )]
     if kind in (SEND_F, RECV_B):
-        return [Action(stage, FORWARD, micro_batch)]
+        return [(Action(stage, FORWARD, micro_batch), )]
     if kind == SEND_B:
-        return [Action(stage, BACKWARD, micro_batch)]
+        return [_input_grads(stage, micro_batch)]
     return []
+
+
+def _input_grads(stage: int, micro_batch: int) -> tuple[Action, ...]:
+    return Action(stage, BACKWARD, micro_batch), Action(stage, INPUT_GRAD, micro_batch)
 
 
 def _check_channels(program: Program) -> None:

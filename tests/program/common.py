@@ -6,9 +6,18 @@ from collections.abc import Iterable
 from hypothesis import strategies as st
 
 from deepspeed_prt.program.actions import Action, Row, format_row, parse_row
+from deepspeed_prt.program.build import build
+from deepspeed_prt.program.costs import Costs
 from deepspeed_prt.program.orders import ORDERS
 from deepspeed_prt.program.placement import Placement
-from deepspeed_prt.program.program import Program, build
+from deepspeed_prt.program.program import Program
+
+NAMES = ("loop", "wave")
+UNI, BI = DIRECTIONS = ("unidirectional", "bidirectional")
+HOLD_EVERYTHING = ("breadth_first", "gpipe")
+"""Orders that hold every micro-batch, whatever the cap."""
+NEED_ONE_STAGE_A_RANK = ("1f1b", )
+NEED_A_V = ("zbv", )
 
 
 def rows_of(table: str) -> tuple[Row, ...]:
@@ -26,17 +35,47 @@ def lines(table: str) -> list[str]:
     return [" ".join(line.split()) for line in table.strip().splitlines()]
 
 
+def peaks(program: Program) -> list[float]:
+    """The most micro-batches that each rank holds."""
+    return [program.peak_in_flight(rank) for rank in range(program.placement.ranks)]
+
+
 @st.composite
-def programs(draw: st.DrawFn, schedules: Iterable[str] = tuple(ORDERS), names: Iterable[str] = ("loop", "wave"),
-             ranks: int = 6, reuse: int = 4, micro_batches: int = 20) -> Program:
-    """Programs of every order and size, with smaller caps where the order keeps one."""
-    schedule = draw(st.sampled_from(sorted(schedules)))
-    p = draw(st.integers(1, ranks))
-    placement = Placement(draw(st.sampled_from(sorted(names))), p,
-                          1 if schedule == "1f1b" else draw(st.integers(1, reuse)))
-    keeps_a_cap = schedule in ("1f1b", "interleaved_1f1b")
-    cap = draw(st.sampled_from([None, 1, 1.5, 2, p])) if keeps_a_cap else None
-    return build(schedule, placement, draw(st.integers(1, micro_batches)), cap)
+def placements(draw: st.DrawFn, names: Iterable[str] = NAMES, directions: Iterable[str] = DIRECTIONS,
+               ranks: int = 5, reuse: int = 4) -> Placement:
+    """Placements of every shape; two pipes need two ranks."""
+    direction = draw(st.sampled_from(tuple(directions)))
+    return Placement(draw(st.sampled_from(tuple(names))), draw(st.integers(1 + (direction == BI), ranks)),
+                     draw(st.integers(1, reuse)), direction)
+
+
+@st.composite
+def whole_costs(draw: st.DrawFn, placement: Placement) -> Costs:
+    """Costs in whole numbers, so that sums of them are exact; equal for all stages or not."""
+    def per_stage(least: int) -> tuple[int, ...]:
+        share = st.integers(least, 9)
+        return draw(share.map(lambda cost: (cost, ) * placement.stages)
+                    | st.lists(share, min_size=placement.stages, max_size=placement.stages).map(tuple))
+
+    return Costs(per_stage(1), per_stage(1), per_stage(0), draw(st.integers(0, 5)))
+
+
+@st.composite
+def programs(draw: st.DrawFn, schedules: Iterable[str] = (*ORDERS, "auto"), names: Iterable[str] = NAMES,
+             directions: Iterable[str] = DIRECTIONS, ranks: int = 5, reuse: int = 4,
+             micro_batches: int = 10) -> Program:
+    """Programs of every order, direction and size, split or whole, with caps and costs where the order minds them."""
+    schedule = draw(st.sampled_from(tuple(schedules)))
+    placement = draw(placements(("wave", ) if schedule in NEED_A_V else names, directions, ranks, reuse))
+    if schedule in NEED_ONE_STAGE_A_RANK:
+        placement = Placement(placement.name, placement.ranks, 1, placement.direction)
+    elif schedule in NEED_A_V:
+        placement = Placement(placement.name, placement.ranks, 2, placement.direction)
+    may_be_whole = schedule == "auto" or not ORDERS[schedule].is_split
+    cap = None if schedule in HOLD_EVERYTHING else draw(st.sampled_from([None, 1, 1.5, 2, placement.ranks]))
+    return build(schedule, placement, draw(st.integers(1, micro_batches)), cap,
+                 draw(st.none() | whole_costs(placement)),
+                 draw(st.sampled_from([None, True, False] if may_be_whole else [None, True])))
 
 
 class ReplayError(Exception):
@@ -47,19 +86,20 @@ def replay(program: Program) -> None:
     """Execute a program with first-in first-out channels and named values in the place of tensors.
 
     An executor in its own right: a receive takes the next place in its channel and is filled by whatever the sender
-    put there, and every action looks up the value that it needs.
+    put there, and every action looks up the value that it needs. Of a (stage, micro-batch) there are at last an
+    output, the gradient of the input and that of the weights; B makes both gradients, I and W one each.
 
     Raises:
         ReplayError: an input is missing, a message is another one than the receiver expects, a message or an action
-            is left over, gradients come out of order, or all ranks wait.
+            is left over, something is computed twice, gradients come out of order, or all ranks wait.
     """
     p, last = program.placement.ranks, program.placement.stages - 1
-    route = program.placement.route
+    routes = program.placement.routes
     sent: dict[tuple[int, int], list[tuple[str, int, int]]] = defaultdict(list)
     posted: dict[tuple[int, int], list[Action]] = defaultdict(list)
     taken: list[dict[Action, int]] = [{} for _ in range(p)]
     values: list[set[tuple[str, int, int]]] = [set() for _ in range(p)]
-    added: dict[int, list[int]] = defaultdict(list)
+    added: dict[tuple[int, int], list[int]] = defaultdict(list)
     position = [0] * p
 
     def arrived(rank: int, recv: Action) -> bool:
@@ -67,7 +107,7 @@ def replay(program: Program) -> None:
         if recv not in taken[rank]:
             raise ReplayError(f"{recv} was not posted")
         sender = recv.stage - 1 if recv.kind == "RECV_F" else recv.stage + 1
-        channel, place = sent[route[sender], rank], taken[rank][recv]
+        channel, place = sent[routes[recv.micro_batch % len(routes)][sender], rank], taken[rank][recv]
         if place >= len(channel):
             return False
         what = ("output" if recv.kind == "RECV_F" else "gradient", sender, recv.micro_batch)
@@ -79,9 +119,16 @@ def replay(program: Program) -> None:
         if (what, stage, micro_batch) not in values[rank]:
             raise ReplayError(f"rank {rank} has no {what} of stage {stage}, micro-batch {micro_batch}")
 
+    def make(rank: int, what: str, stage: int, micro_batch: int) -> None:
+        if (what, stage, micro_batch) in values[rank]:
+            raise ReplayError(f"rank {rank} makes the {what} of stage {stage}, micro-batch {micro_batch} twice")
+        values[rank].add((what, stage, micro_batch))
+
     def run(rank: int, action: Action) -> bool:
         """Run one action; False: it has to wait."""
         stage, kind, micro_batch = action
+        pipe = micro_batch % len(routes)
+        route = routes[pipe]
         if route[stage] != rank:
             raise ReplayError(f"{action} on rank {rank}")
         if kind == "F":
@@ -90,31 +137,33 @@ def replay(program: Program) -> None:
                     return False
             elif stage > 0:
                 need(rank, "output", stage - 1, micro_batch)
-            result = ("output", stage, micro_batch)
-        elif kind == "B":
+            make(rank, "output", stage, micro_batch)
+        elif kind in ("B", "I"):
             need(rank, "output", stage, micro_batch)
             if stage < last and route[stage + 1] != rank:
                 if not arrived(rank, Action(stage, "RECV_B", micro_batch)):
                     return False
             elif stage < last:
                 need(rank, "gradient", stage + 1, micro_batch)
-            added[stage].append(micro_batch)
-            result = ("gradient", stage, micro_batch)
-        elif kind in ("SEND_F", "SEND_B"):
-            what, target = ("output", stage + 1) if kind == "SEND_F" else ("gradient", stage - 1)
-            need(rank, what, stage, micro_batch)
-            sent[rank, route[target]].append((what, stage, micro_batch))
-            return True
+            make(rank, "gradient", stage, micro_batch)
+        elif kind == "W":
+            need(rank, "gradient", stage, micro_batch)
         else:
-            source = route[stage - 1 if kind == "RECV_F" else stage + 1]
-            if kind == "RECV_B":
+            other = stage + 1 if kind in ("SEND_F", "RECV_B") else stage - 1
+            if not 0 <= other <= last or route[other] == rank:
+                raise ReplayError(f"{action} has nobody at its other end")
+            if kind in ("SEND_F", "RECV_B"):
                 need(rank, "output", stage, micro_batch)
-            taken[rank][action] = len(posted[source, rank])
-            posted[source, rank].append(action)
-            return True
-        if result in values[rank]:
-            raise ReplayError(f"{action} twice")
-        values[rank].add(result)
+            if kind == "SEND_B":
+                need(rank, "gradient", stage, micro_batch)
+            if kind in ("SEND_F", "SEND_B"):
+                sent[rank, route[other]].append(("output" if kind == "SEND_F" else "gradient", stage, micro_batch))
+            else:
+                taken[rank][action] = len(posted[route[other], rank])
+                posted[route[other], rank].append(action)
+        if kind in ("B", "W"):
+            make(rank, "weight gradient", stage, micro_batch)
+            added[stage, pipe].append(micro_batch)
         return True
 
     progress = True
@@ -129,10 +178,10 @@ def replay(program: Program) -> None:
     for channel in sent.keys() | posted.keys():
         if len(sent[channel]) != len(posted[channel]):
             raise ReplayError(f"{channel}: {len(sent[channel])} sent, {len(posted[channel])} received")
-    whats = ("output", "gradient") if program.has_backward else ("output", )
     for stage in range(last + 1):
         for micro_batch in range(program.micro_batches):
-            for what in whats:
-                need(route[stage], what, stage, micro_batch)
-        if added[stage] != sorted(added[stage]):
-            raise ReplayError(f"stage {stage} adds gradients in the order {added[stage]}")
+            for what in ("output", "gradient", "weight gradient") if program.has_backward else ("output", ):
+                need(routes[micro_batch % len(routes)][stage], what, stage, micro_batch)
+    for (stage, pipe), order in added.items():
+        if order != sorted(order):
+            raise ReplayError(f"stage {stage} of pipe {pipe} adds gradients in the order {order}")

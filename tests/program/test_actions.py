@@ -57,7 +57,8 @@ def test_accepts_only_digits_kind_digits(text):
     stage = text[:len(text) - len(text.lstrip("0123456789"))]
     micro_batch = text[len(text.rstrip("0123456789")):]
     kind = text[len(stage):len(text) - len(micro_batch)]
-    if stage and micro_batch and kind in KINDS:
+    numbers = all(number and str(int(number)) == number for number in (stage, micro_batch))  # no leading zeros
+    if numbers and kind in KINDS:
         assert parse(text) == Action(int(stage), kind, int(micro_batch))
     else:
         with pytest.raises(ValueError, match="is not an action"):

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from deepspeed_prt.program.actions import Action, Kind, format_row
-from deepspeed_prt.program.csv_format import from_csv, read_rows, to_csv
+from deepspeed_prt.program.build import build
+from deepspeed_prt.program.csv_format import read_compute_rows, read_rows, to_csv
 from deepspeed_prt.program.placement import Placement
-from deepspeed_prt.program.program import build, complete, forward_only
+from deepspeed_prt.program.program import complete, forward_only
 
-from .common import programs
+from .common import BI, lines, programs, table_of
 
 TWO = Placement("loop", 2, 1)
 
@@ -22,40 +23,50 @@ def test_a_file_is_one_line_per_rank(tmp_path):
                                                               "1RECV_F0,1F0,1B0,1SEND_B0"]
 
 
-@settings(max_examples=40, deadline=None)
+def test_a_file_of_a_split_program_in_both_directions(tmp_path):
+    to_csv(build("zero_bubble", Placement("loop", 2, 1, BI), 2), tmp_path / "two.csv")
+    assert (tmp_path / "two.csv").read_text().splitlines() == [
+        "1RECV_F1,0F0,0SEND_F0,1F1,0RECV_B0,1I1,1SEND_B1,0I0,1W1,0W0",
+        "1RECV_F0,0F1,0SEND_F1,1F0,0RECV_B1,1I0,1SEND_B0,0I1,1W0,0W1"]
+
+
+@settings(max_examples=30, deadline=None)
 @given(program=programs(), evaluates=st.booleans())
 def test_round_trip(tmp_path_factory, program, evaluates):
     program = forward_only(program) if evaluates else program
     path = tmp_path_factory.mktemp("csv") / "program.csv"
     to_csv(program, path)
     assert read_rows(path) == program.rows
-    again = from_csv(path, program.placement, program.micro_batches, program.max_in_flight)
-    assert again.rows == program.rows
-    assert again.slots == program.slots
-    assert (again.schedule, again.max_in_flight) == (str(path), program.max_in_flight)
+    assert read_compute_rows(path) == program.compute_rows()
+    again = complete(program.schedule, read_compute_rows(path), program.placement, program.micro_batches,
+                     program.max_in_flight)
+    assert again == program
+
+
+ONE_F_ONE_B = lines("""
+    0F0 0F1 0B0 0B1
+    1F0 1B0 1F1 1B1
+""")
 
 
 def test_a_file_of_compute_actions_is_enough(tmp_path):
     path = tmp_path / "compute.csv"
     path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
-    program = from_csv(path, TWO, 2)
-    assert program.rows == build("1f1b", TWO, 2).rows
-    assert program.max_in_flight == 2, "p, unless it is given"
-    assert from_csv(path, TWO, 2, 7).max_in_flight == 7
+    assert table_of(read_compute_rows(path)) == ONE_F_ONE_B
 
 
-def test_sends_and_receives_in_the_file_are_put_in_anew(tmp_path):
+def test_sends_and_receives_in_the_file_are_left_out(tmp_path):
     path = tmp_path / "late.csv"
     path.write_text("0F0,0F1,0SEND_F0,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
                     "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n")
-    assert from_csv(path, TWO, 2).rows == build("1f1b", TWO, 2).rows
+    assert table_of(read_compute_rows(path)) == ONE_F_ONE_B
 
 
 def test_empty_cells_and_padding_are_skipped(tmp_path):
     # As a spreadsheet writes a timeline: idle steps are empty cells.
     path = tmp_path / "sparse.csv"
     path.write_text("0F0, 0F1 ,,,0B0,0B1\r\n,1F0,1B0,1F1,1B1,\r\n")
-    assert from_csv(path, TWO, 2).rows == build("1f1b", TWO, 2).rows
+    assert table_of(read_compute_rows(path)) == ONE_F_ONE_B
 
 
 def test_split_backwards_are_read(tmp_path):
@@ -74,7 +85,7 @@ def test_a_bad_cell_is_named_with_its_file_and_line(tmp_path, text, line, cell):
     path = tmp_path / "bad.csv"
     path.write_text(text)
     with pytest.raises(ValueError) as error:
-        from_csv(path, TWO, 1)
+        read_compute_rows(path)
     assert str(error.value).startswith(f"{path}, line {line}: {cell!r} is not an action")
 
 
@@ -91,19 +102,12 @@ def test_torch_reads_our_notation_and_we_read_torchs(stage, kind, micro_batch):
 
 def test_torch_reads_a_whole_file(tmp_path):
     from torch.distributed.pipelining.schedules import _Action
-    program = build("interleaved_1f1b", Placement("wave", 3, 2), 5)
+    program = build("zero_bubble", Placement("wave", 3, 2, BI), 5)
     to_csv(program, tmp_path / "program.csv")
     with (tmp_path / "program.csv").open(newline="") as file:
         theirs = [[_Action.from_str(cell) for cell in cells] for cells in csv.reader(file)]
     assert [[str(action) for action in row] for row in theirs] == [[str(action) for action in row]
                                                                    for row in program.rows]
-
-
-def test_the_slots_of_a_read_program_are_those_of_its_own_rows(tmp_path):
-    program = complete("gpipe by hand", build("gpipe", TWO, 3).compute_rows(), TWO, 3, 3)
-    to_csv(program, tmp_path / "gpipe.csv")
-    again = from_csv(tmp_path / "gpipe.csv", TWO, 3, 3)
-    assert [again.num_slots(rank) for rank in range(2)] == [3, 3]
 
 
 def test_blank_lines_are_no_ranks(tmp_path):

@@ -19,6 +19,7 @@ def test_importing_every_module_of_it_loads_neither_torch_nor_deepspeed():
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=120, check=True)
     imported, loaded = done.stdout.splitlines()
     assert {"deepspeed_prt.program." + name for name in (
-        "actions", "placement", "orders", "orders.gpipe", "communication", "slots", "program", "verifier", "simulator",
-        "csv_format", "sources")} <= set(imported.split())
+        "actions", "placement", "costs", "bounds", "orders", "orders.gpipe", "orders.zero_bubble", "split",
+        "communication", "slots", "program", "verifier", "simulator", "search", "build", "csv_format",
+        "sources")} <= set(imported.split())
     assert loaded == "end"

@@ -3,10 +3,13 @@
 import pytest
 
 from deepspeed_prt.program.actions import Action
+from deepspeed_prt.program.build import build
+from deepspeed_prt.program.costs import Costs
 from deepspeed_prt.program.placement import Placement
-from deepspeed_prt.program.program import build
 from deepspeed_prt.program.sources import program_from
 from deepspeed_prt.program.verifier import ProgramError
+
+from .common import BI, lines, peaks, table_of
 
 TWO = Placement("loop", 2, 1)
 NOT_A_FUNCTION = 7
@@ -18,11 +21,17 @@ def one_after_the_other(placement, micro_batches, max_in_flight):
     CALLS.append((placement, micro_batches, max_in_flight))
     rows = []
     for rank in range(placement.ranks):
-        stages = placement.stages_of(rank)
-        rows.append([action for micro_batch in range(micro_batches)
-                     for action in (*(Action(stage, "F", micro_batch) for stage in stages),
-                                    *(Action(stage, "B", micro_batch) for stage in reversed(stages)))])
+        row = []
+        for micro_batch in range(micro_batches):
+            stages = placement.stages_of(rank, placement.pipe_of(micro_batch))
+            row += [Action(stage, "F", micro_batch) for stage in stages]
+            row += [Action(stage, "B", micro_batch) for stage in reversed(stages)]
+        rows.append(row)
     return rows
+
+
+def splits(placement, micro_batches, max_in_flight):
+    return ["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1W0 1I1 1W1"]
 
 
 def as_strings(placement, micro_batches, max_in_flight):
@@ -69,15 +78,23 @@ def misspells(placement, micro_batches, max_in_flight):
     return [["0F0", "0F1", "0B0", "0b1"], ["1F0", "1B0", "1F1", "1B1"]]
 
 
-@pytest.mark.parametrize("schedule", ["auto", "1f1b", "gpipe", "breadth_first", "interleaved_1f1b"])
+@pytest.mark.parametrize("schedule", ["auto", "1f1b", "gpipe", "breadth_first", "interleaved_1f1b", "zero_bubble",
+                                      "half_memory"])
 def test_a_name(schedule):
     assert program_from(schedule, TWO, 3) == build(schedule, TWO, 3)
     assert program_from(schedule, TWO, 3, 5) == build(schedule, TWO, 3, 5)
+    costs = Costs.uniform(TWO, forward=3)
+    assert program_from(schedule, TWO, 3, None, costs, True) == build(schedule, TWO, 3, None, costs, True)
 
 
-@pytest.mark.parametrize("schedule", ["", "1F1B", "zero_bubble"])
+def test_a_name_in_both_directions():
+    both = Placement("loop", 2, 1, BI)
+    assert program_from("1f1b", both, 3) == build("1f1b", both, 3)
+
+
+@pytest.mark.parametrize("schedule", ["", "1F1B", "zero_babble"])
 def test_an_unknown_name(schedule):
-    with pytest.raises(ValueError, match=f"unknown schedule '{schedule}': use one of 1f1b, interleaved_1f1b, "):
+    with pytest.raises(ValueError, match=f"unknown schedule '{schedule}': use one of auto, 1f1b, interleaved_1f1b, "):
         program_from(schedule, TWO, 3)
 
 
@@ -105,11 +122,65 @@ def test_a_csv_file_is_verified(tmp_path):
     assert program_from(str(path), TWO, 3, 3).peak_in_flight(0) == 3
 
 
+SPLIT = lines("""
+    0F0 0F1 0I0 0W0 0I1 0W1
+    1F0 1I0 1F1 1W0 1I1 1W1
+""")
+EACH_SPLIT = lines("""
+    0F0 0F1 0I0 0W0 0I1 0W1
+    1F0 1I0 1W0 1F1 1I1 1W1
+""")
+
+
+def test_a_csv_file_with_split_backwards(tmp_path):
+    path = tmp_path / "split.csv"
+    path.write_text("0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1W0,1I1,1W1\n")
+    for split in (None, True):
+        assert table_of(program_from(str(path), TWO, 2, split=split).compute_rows()) == SPLIT
+    with pytest.raises(ValueError, match="split.csv' splits the backward, which split_backward false forbids; leave "
+                                         "split_backward out or write B instead of I and W"):
+        program_from(str(path), TWO, 2, split=False)
+
+
+def test_whole_backwards_of_a_csv_file_are_split_on_demand(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    assert table_of(program_from(str(path), TWO, 2, split=True).compute_rows()) == EACH_SPLIT
+    assert program_from(str(path), TWO, 2, split=False) == program_from(str(path), TWO, 2)
+
+
+def test_a_csv_file_in_both_directions(tmp_path):
+    path = tmp_path / "chimera.csv"
+    path.write_text("0F0,1F1,1B1,0B0\n0F1,1F0,1B0,0B1\n")
+    both = Placement("loop", 2, 1, BI)
+    assert program_from(str(path), both, 2).rows == build("1f1b", both, 2).rows
+    with pytest.raises(ProgramError, match="rank 0: 1F1 belongs to rank 1 in placement 'loop'"):
+        program_from(str(path), TWO, 2)
+
+
+@pytest.mark.parametrize(("split", "table"), [(None, SPLIT), (True, SPLIT)])
+def test_a_function_with_split_backwards(split, table):
+    assert table_of(program_from(f"{__name__}:splits", TWO, 2, split=split).compute_rows()) == table
+
+
+def test_split_backwards_of_a_function_that_are_forbidden():
+    with pytest.raises(ValueError, match="splits' splits the backward, which split_backward false forbids"):
+        program_from(f"{__name__}:splits", TWO, 2, split=False)
+
+
+def test_a_function_in_both_directions_split_on_demand():
+    both = Placement("loop", 2, 1, BI)
+    assert table_of(program_from(f"{__name__}:one_after_the_other", both, 2, split=True).compute_rows()) == lines("""
+        0F0 0I0 0W0 1F1 1I1 1W1
+        1F0 1I0 1W0 0F1 0I1 0W1
+    """)
+
+
 def test_a_function():
     placement = Placement("wave", 3, 2)
     program = program_from(f"{__name__}:one_after_the_other", placement, 4)
     assert CALLS.pop() == (placement, 4, 3), "the default cap is p"
-    assert [program.peak_in_flight(rank) for rank in range(3)] == [1, 1, 1]
+    assert peaks(program) == [1, 1, 1]
     program_from(f"{__name__}:one_after_the_other", placement, 4, 1.5)
     assert CALLS.pop() == (placement, 4, 1.5)
 
@@ -127,7 +198,7 @@ def test_a_function_may_write_strings_or_tuples(function):
     ("deadlocks", "the ranks wait for each other in a cycle: rank 0 at 0B0 waits for 1SEND_B0"),
     ("has_a_row_too_many", "a program for 2 ranks has 3 rows"),
     ("has_a_row_too_few", "a program for 2 ranks has 1 rows"),
-    ("has_a_stray_weight_gradient", "rank 0: 0W0 is of a kind that programs do not have yet"),
+    ("has_a_stray_weight_gradient", "rank 0: duplicate 0W0, 0B0 does the same"),
     ("has_a_stage_too_many", "rank 1: 2F0 is out of range"),
 ])
 def test_a_function_that_makes_a_bad_program_is_refused(function, message):
@@ -176,5 +247,6 @@ def test_a_cap_that_is_too_small(cap):
         program_from("auto", TWO, 2, cap)
 
 
-def test_no_cap():
-    assert program_from("auto", TWO, 9, float("inf")).compute_rows() == program_from("auto", TWO, 9).compute_rows()
+@pytest.mark.parametrize("schedule", ["auto", "1f1b", "gpipe", f"{__name__}:one_after_the_other"])
+def test_no_cap(schedule):
+    assert program_from(schedule, TWO, 9, float("inf")).rows == program_from(schedule, TWO, 9, 9).rows

@@ -7,25 +7,34 @@ file beside this one makes them.
 from collections.abc import Sequence
 
 from ..actions import BACKWARD, FORWARD, Action, Row
+from ..placement import Placement
 
 Visit = tuple[int, int]
 """A (stage, micro-batch) pair."""
 
 
-def arrival_sequence(stages: Sequence[int], micro_batches: int, group: int) -> list[Visit]:
+def arrival_sequence(placement: Placement, rank: int, micro_batches: int, group: int) -> list[Visit]:
     """A rank's forwards in the order their inputs can arrive, ``group`` micro-batches at a time.
 
-    Within a group a visit is keyed by stage + micro-batch, the step at which it could run if every stage took one;
-    of two visits that could run together the deeper comes first.
+    Within a group a visit is keyed by the step at which it could run if every stage took one and each pipe took a
+    micro-batch a step; of two visits that could run together the deeper comes first.
     """
-    visits = [(stage, micro_batch) for micro_batch in range(micro_batches) for stage in stages]
-    return sorted(visits, key=lambda v: (v[1] // group, v[0] + v[1], -v[0]))
+    pipes = placement.pipes
+    return sorted(placement.visits_of(rank, micro_batches),
+                  key=lambda v: (v[1] // group, v[0] + v[1] // pipes, -v[0], v[1]))
 
 
-def departure_sequence(stages: Sequence[int], micro_batches: int, group: int) -> list[Visit]:
+def departure_sequence(placement: Placement, rank: int, micro_batches: int, group: int) -> list[Visit]:
     """A rank's backwards, the mirror of :func:`arrival_sequence`: deepest stage first."""
-    mirrored = arrival_sequence([-stage for stage in stages], micro_batches, group)
-    return [(-stage, micro_batch) for stage, micro_batch in mirrored]
+    pipes = placement.pipes
+    return sorted(placement.visits_of(rank, micro_batches),
+                  key=lambda v: (v[1] // group, v[1] // pipes - v[0], v[0], v[1]))
+
+
+def sequences(placement: Placement, micro_batches: int, group: int) -> tuple[list[list[Visit]], list[list[Visit]]]:
+    """Forwards and backwards of every rank, ``group`` micro-batches at a time."""
+    return ([arrival_sequence(placement, rank, micro_batches, group) for rank in range(placement.ranks)],
+            [departure_sequence(placement, rank, micro_batches, group) for rank in range(placement.ranks)])
 
 
 def needed_warmup(forwards: Sequence[Visit], backwards: Sequence[Visit]) -> int:
@@ -42,4 +51,3 @@ def one_forward_one_backward(forwards: Sequence[Visit], backwards: Sequence[Visi
         row += Action(stage, FORWARD, micro_batch), Action(backward[0], BACKWARD, backward[1])
     row += [Action(stage, BACKWARD, micro_batch) for stage, micro_batch in backwards[max(behind, 0):]]
     return tuple(row)
-

@@ -1,105 +1,161 @@
-"""A list scheduler: time passes, and a rank that is free takes the first thing on its list that can run.
+"""A list scheduler: time passes, and a rank that is free takes the first thing on its lists that can run.
 
 Its rows cannot deadlock, since they were executed once, with times, to make them.
 """
 
 from bisect import bisect_right, insort
-from collections.abc import Sequence
+from collections import deque
+from dataclasses import dataclass
 from heapq import heappop, heappush
+from math import ceil
 
-from ..actions import BACKWARD, FORWARD, Action, Row
+from ..actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Kind, Row
+from ..bounds import lower_bound
+from ..costs import Costs
 from ..placement import Placement
-from ._assemble import Visit
+from ._assemble import sequences
 
-FORWARD_TIME = 1
-BACKWARD_TIME = 2
+LARGE = 50_000
+"""From this many (stage, micro-batch) pairs on, only the most promising groups are tried."""
 
 
-def backward_first(placement: Placement, forwards: Sequence[Sequence[Visit]], backwards: Sequence[Sequence[Visit]],
-                   held: int) -> tuple[Row, ...]:
-    """Backwards before forwards, each by its place in the rank's sequence, with at most ``held`` stage inputs held.
+@dataclass(frozen=True)
+class Scheduled:
+    """Rows with the time that the last action ends."""
 
-    A forward may overtake others of its rank only while room for those is left, so the cap never locks the pipeline
-    as long as it admits ``needed_warmup + 1``.
+    rows: tuple[Row, ...]
+    makespan: float
 
-    Args:
-        placement: ranks, reuse and route.
-        forwards: for each rank, its forwards by priority.
-        backwards: for each rank, its backwards by priority.
-        held: the most (stage, micro-batch) pairs that a rank may hold.
+
+def best_of_groups(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs,
+                   split: bool) -> tuple[Row, ...]:
+    """The shortest of :func:`list_schedule` over sizes of groups, from p micro-batches down to single ones.
+
+    Larger groups run ahead further and need more room; which is best depends on the sizes and the cap. Stops at the
+    first that no order can beat.
+
+    Raises:
+        ValueError: ``max_in_flight`` is less than one micro-batch.
     """
-    ranks = [_Rank(f, b, held) for f, b in zip(forwards, backwards, strict=True)]
-    for stage in placement.stages_of(0):
-        if stage == 0:
-            for visit in forwards[0]:
-                if visit[0] == 0:
-                    ranks[0].offer(Action(0, FORWARD, visit[1]))
-    last = placement.stages - 1
-    events: list[tuple[int, int]] = [(0, rank) for rank in range(placement.ranks)]
-    arrivals: list[tuple[int, Action]] = []
-    while events or arrivals:
-        now = min(events[0][0] if events else arrivals[0][0], arrivals[0][0] if arrivals else events[0][0])
+    if not max_in_flight >= 1:
+        raise ValueError(f"max_in_flight {max_in_flight:g} is too small: a rank holds at least 1 micro-batch")
+    best: Scheduled | None = None
+    tried = 0
+    bound = lower_bound(placement, micro_batches, costs, split)
+    is_large = placement.stages * micro_batches >= LARGE
+    for group in group_sizes(placement, micro_batches):
+        scheduled = list_schedule(placement, micro_batches, group, max_in_flight, costs, split)
+        if scheduled is None:
+            continue
+        if best is None or scheduled.makespan < best.makespan * (1 - _SAME_TIME):
+            best = scheduled
+        tried += 1
+        if best.makespan <= bound * (1 + _SAME_TIME) or (is_large and tried == 2):
+            break
+    assert best is not None, "a group of one micro-batch fits under every cap"
+    return best.rows
+
+
+def group_sizes(placement: Placement, micro_batches: int) -> list[int]:
+    """p, its halves and every size up to 8, made equal over the batch, largest first."""
+    halves = []
+    size = placement.ranks
+    while size > 8:
+        halves.append(size)
+        size //= 2
+    sizes = (ceil(micro_batches / ceil(micro_batches / size)) for size in (*halves, *range(size, 0, -1)))
+    return list(dict.fromkeys(sizes))
+
+
+_SAME_TIME = 1e-9
+"""Times this close, as a part of the batch, are one: sums of the same costs in another order differ by rounding."""
+
+
+def list_schedule(placement: Placement, micro_batches: int, group: int, max_in_flight: float, costs: Costs,
+                  split: bool) -> Scheduled | None:
+    """Backwards (or input gradients) before forwards, weight gradients when nothing else can run.
+
+    Each kind goes by its place in the rank's sequences. A forward may overtake others of its rank only while room for
+    those is left under ``max_in_flight``; where the ranks wait for each other's room for ever, there is no schedule.
+    """
+    forwards, backwards = sequences(placement, micro_batches, group)
+    stages, routes, pipes = placement.stages, placement.routes, placement.pipes
+    held = int(min(max_in_flight, micro_batches) * placement.reuse)
+    forward_place, backward_place = ([0] * (stages * micro_batches) for _ in range(2))
+    for places, lists in ((forward_place, forwards), (backward_place, backwards)):
+        for row in lists:
+            for place, (stage, micro_batch) in enumerate(row):
+                places[stage * micro_batches + micro_batch] = place
+    kind_back: Kind = INPUT_GRAD if split else BACKWARD
+    time_forward, time_weight = costs.forward, costs.weight_grad
+    time_back = costs.input_grad if split else costs.backward
+    hop = [costs.latency * placement.is_remote(stage) for stage in range(stages + 1)]
+
+    ranks = range(placement.ranks)
+    rows: list[list[Action]] = [[] for _ in ranks]
+    ready_forward: list[list[tuple[int, int, int]]] = [[] for _ in ranks]
+    ready_back: list[list[tuple[int, int, int]]] = [[] for _ in ranks]
+    ready_weight: list[deque[tuple[int, int]]] = [deque() for _ in ranks]
+    started: list[list[int]] = [[] for _ in ranks]
+    freed = [0 for _ in ranks]
+    busy_until = [0.0 for _ in ranks]
+    for micro_batch in range(micro_batches):
+        heappush(ready_forward[routes[micro_batch % pipes][0]], (forward_place[micro_batch], 0, micro_batch))
+    # (time, rank, stage or -1 for the rank itself, micro-batch, is a forward)
+    events = [(0.0, rank, -1, 0, False) for rank in ranks]
+    tolerance = _SAME_TIME * micro_batches * (sum(costs.forward) + sum(costs.backward))
+    makespan, done = 0.0, 0
+    while events:
+        now = events[0][0]
+        until = now + tolerance
         woken = set()
-        while events and events[0][0] == now:
-            woken.add(heappop(events)[1])
-        while arrivals and arrivals[0][0] == now:
-            action = heappop(arrivals)[1]
-            rank = placement.rank_of(action.stage)
-            ranks[rank].offer(action)
+        while events and events[0][0] <= until:
+            _, rank, stage, micro_batch, is_forward = heappop(events)
             woken.add(rank)
+            if stage >= 0:
+                places, ready = (forward_place, ready_forward) if is_forward else (backward_place, ready_back)
+                heappush(ready[rank], (places[stage * micro_batches + micro_batch], stage, micro_batch))
         for rank in sorted(woken):
-            action_or_none = ranks[rank].take(now)
-            if action_or_none is None:
+            if busy_until[rank] > until:
                 continue
-            stage, kind, micro_batch = action_or_none
-            done = now + (FORWARD_TIME if kind == FORWARD else BACKWARD_TIME)
-            heappush(events, (done, rank))
-            if kind == FORWARD and stage < last:
-                heappush(arrivals, (done, Action(stage + 1, FORWARD, micro_batch)))
-            elif kind == FORWARD:
-                heappush(arrivals, (done, Action(stage, BACKWARD, micro_batch)))
-            elif stage > 0:
-                heappush(arrivals, (done, Action(stage - 1, BACKWARD, micro_batch)))
-    return tuple(tuple(rank.row) for rank in ranks)
+            if ready_back[rank]:
+                _, stage, micro_batch = heappop(ready_back[rank])
+                rows[rank].append(Action(stage, kind_back, micro_batch))
+                end = now + time_back[stage]
+                if split:
+                    ready_weight[rank].append((stage, micro_batch))
+                else:
+                    freed[rank] += 1
+                if stage > 0:
+                    heappush(events, (end + hop[stage], routes[micro_batch % pipes][stage - 1], stage - 1, micro_batch,
+                                      False))
+            elif ready_forward[rank] and _has_room(started[rank], ready_forward[rank][0][0], held + freed[rank]):
+                place, stage, micro_batch = heappop(ready_forward[rank])
+                insort(started[rank], place)
+                rows[rank].append(Action(stage, FORWARD, micro_batch))
+                end = now + time_forward[stage]
+                if stage + 1 < stages:
+                    heappush(events, (end + hop[stage + 1], routes[micro_batch % pipes][stage + 1], stage + 1,
+                                      micro_batch, True))
+                else:
+                    heappush(events, (end, rank, stage, micro_batch, False))
+            elif ready_weight[rank]:
+                stage, micro_batch = ready_weight[rank].popleft()
+                rows[rank].append(Action(stage, WEIGHT_GRAD, micro_batch))
+                freed[rank] += 1
+                end = now + time_weight[stage]
+            else:
+                continue
+            done += 1
+            busy_until[rank] = end
+            makespan = max(makespan, end)
+            heappush(events, (end, rank, -1, 0, False))
+    if done < stages * micro_batches * (3 if split else 2):
+        return None
+    return Scheduled(tuple(map(tuple, rows)), makespan)
 
 
-class _Rank:
-    """What one rank has done and could do next."""
-
-    def __init__(self, forwards: Sequence[Visit], backwards: Sequence[Visit], held: int) -> None:
-        self.row: list[Action] = []
-        self._place = {
-            FORWARD: {visit: index for index, visit in enumerate(forwards)},
-            BACKWARD: {visit: index for index, visit in enumerate(backwards)},
-        }
-        self._ready: dict[str, list[tuple[int, Action]]] = {FORWARD: [], BACKWARD: []}
-        self._forwards_done: list[int] = []
-        self._backwards_done = 0
-        self._held = held
-        self._busy_until = 0
-
-    def offer(self, action: Action) -> None:
-        """Everything that ``action`` needs is there."""
-        heappush(self._ready[action.kind], (self._place[action.kind][action.stage, action.micro_batch], action))
-
-    def take(self, now: int) -> Action | None:
-        """Start the first action that may run now, if the rank is free and there is one."""
-        if now < self._busy_until:
-            return None
-        if self._ready[BACKWARD]:
-            _, action = heappop(self._ready[BACKWARD])
-            self._backwards_done += 1
-            self._busy_until = now + BACKWARD_TIME
-        elif self._ready[FORWARD] and self._has_room(self._ready[FORWARD][0][0]):
-            place, action = heappop(self._ready[FORWARD])
-            insort(self._forwards_done, place)
-            self._busy_until = now + FORWARD_TIME
-        else:
-            return None
-        self.row.append(action)
-        return action
-
-    def _has_room(self, place: int) -> bool:
-        """Whether the forward at ``place`` and all before it fit under the cap."""
-        overtaken = len(self._forwards_done) - bisect_right(self._forwards_done, place)
-        return place + 1 + overtaken - self._backwards_done <= self._held
+def _has_room(started: list[int], place: int, room: int) -> bool:
+    """Whether the forward at ``place`` and all before it fit under the cap."""
+    overtaken = len(started) - bisect_right(started, place)
+    return place + 1 + overtaken <= room

@@ -7,16 +7,17 @@ Reuse 2 on 2 ranks in a loop, 2 micro-batches::
 """
 
 from ..actions import Row
+from ..costs import Costs
 from ..placement import Placement
 from ._assemble import one_forward_one_backward
 
 
-def breadth_first(placement: Placement, micro_batches: int, max_in_flight: float) -> tuple[Row, ...]:
+def breadth_first(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs) -> tuple[Row, ...]:
     """All micro-batches through a stage before the next; holds every micro-batch, whatever ``max_in_flight`` says."""
     rows = []
     for rank in range(placement.ranks):
-        stages = placement.stages_of(rank)
-        forwards = [(stage, micro_batch) for stage in stages for micro_batch in range(micro_batches)]
-        backwards = [(stage, micro_batch) for stage in reversed(stages) for micro_batch in range(micro_batches)]
+        visits = placement.visits_of(rank, micro_batches)
+        forwards = sorted(visits)
+        backwards = sorted(visits, key=lambda visit: (-visit[0], visit[1]))
         rows.append(one_forward_one_backward(forwards, backwards, len(forwards)))
     return tuple(rows)

@@ -7,16 +7,12 @@ Reuse 2 on 2 ranks in a loop, 2 micro-batches::
 """
 
 from ..actions import Row
+from ..costs import Costs
 from ..placement import Placement
-from ._assemble import arrival_sequence, departure_sequence, one_forward_one_backward
+from ._assemble import one_forward_one_backward, sequences
 
 
-def gpipe(placement: Placement, micro_batches: int, max_in_flight: float) -> tuple[Row, ...]:
+def gpipe(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs) -> tuple[Row, ...]:
     """All forwards, then all backwards; holds every micro-batch, whatever ``max_in_flight`` says."""
-    rows = []
-    for rank in range(placement.ranks):
-        stages = placement.stages_of(rank)
-        forwards = arrival_sequence(stages, micro_batches, micro_batches)
-        backwards = departure_sequence(stages, micro_batches, micro_batches)
-        rows.append(one_forward_one_backward(forwards, backwards, len(forwards)))
-    return tuple(rows)
+    forwards, backwards = sequences(placement, micro_batches, micro_batches)
+    return tuple(one_forward_one_backward(f, b, len(f)) for f, b in zip(forwards, backwards, strict=True))

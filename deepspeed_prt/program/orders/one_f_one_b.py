@@ -9,12 +9,13 @@
 """
 
 from ..actions import Row
+from ..costs import Costs
 from ..placement import Placement
 from .interleaved_1f1b import interleaved_1f1b
 
 
-def one_f_one_b(placement: Placement, micro_batches: int, max_in_flight: float) -> tuple[Row, ...]:
-    """1F1B, which is defined for one stage a rank.
+def one_f_one_b(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs) -> tuple[Row, ...]:
+    """1F1B, which is defined for one stage a rank; in both directions this is Chimera's.
 
     Raises:
         ValueError: the placement has more than one stage a rank.
@@ -22,4 +23,4 @@ def one_f_one_b(placement: Placement, micro_batches: int, max_in_flight: float) 
     if placement.reuse != 1:
         raise ValueError(f"schedule '1f1b' has one stage per rank, got reuse {placement.reuse}: "
                          "use schedule 'interleaved_1f1b' or reuse 1")
-    return interleaved_1f1b(placement, micro_batches, max_in_flight)
+    return interleaved_1f1b(placement, micro_batches, max_in_flight, costs)

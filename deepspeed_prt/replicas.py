@@ -1,0 +1,146 @@
+"""The two copies of each stage in a bidirectional pipeline: their gradients are summed, so that they stay equal.
+
+Rank r and its mirror, rank p-1-r, hold the same stages, so the sums are between pairs of ranks. Each stage's starts as
+soon as both copies have all their gradients, and runs beside the drain of the pipeline.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from .control import Control
+from .gradients import accumulation_dtype, give_gradient, gradient_of
+from .module import PRTPipelineModule
+
+
+class _Bucket(NamedTuple):
+    """Gradients on their way, flattened one after the other."""
+
+    weights: list[nn.Parameter]
+    flat: torch.Tensor
+    work: dist.Work
+
+
+class Replicas:
+    """This rank's side of the sums over both copies.
+
+    Args:
+        module: gives the weights and the group of the pair; the middle one of an odd number of ranks has none.
+        optimizer: knows where gradients are kept.
+        bucket_size: the most elements that travel together.
+    """
+
+    def __init__(self, module: PRTPipelineModule, optimizer: Any, bucket_size: int) -> None:
+        self._module = module
+        self._optimizer = optimizer
+        self._bucket_size = bucket_size
+        self._weights = module.replicated_parameters()
+        self._buckets: list[_Bucket] = []
+        self._lacking: dict[nn.Parameter, bool] = {}
+
+    @property
+    def lacks_gradients(self) -> bool:
+        """Whether some weight of this rank got no gradient, so that :meth:`finish` has to ask the other."""
+        return any(self._lacking.values())
+
+    def start(self, stage: int | None, failed: bool = False) -> None:
+        """Start to sum the gradients of a stage (None: of what stages share); zeros for a batch that failed."""
+        if self._module.replica_group is None:
+            return
+        for weights in _pack(self._weights[stage], self._bucket_size):
+            dtype = accumulation_dtype(weights[0], self._optimizer)
+            gradients = []
+            for weight in weights:
+                gradient = None if failed else gradient_of(weight, self._optimizer)
+                self._lacking[weight] = gradient is None
+                gradients.append(torch.zeros_like(weight, dtype=dtype) if gradient is None else gradient)
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            work = dist.all_reduce(flat, group=self._module.replica_group, async_op=True)
+            self._buckets.append(_Bucket(weights, flat, work))
+
+    def finish(self, lacking_somewhere: bool, control: Control) -> None:
+        """Wait for the sums and put them into place; a weight that neither copy has a gradient of gets none.
+
+        Args:
+            lacking_somewhere: whether any rank :attr:`lacks_gradients`, on all ranks alike.
+            control: asks the other rank which it has.
+        """
+        lack = dict.fromkeys(self._lacking, False)
+        if lacking_somewhere:
+            everyones = control.gather(list(self._lacking.values()))
+            theirs = everyones[self._module.placement.mirror(self._module.stage_id)]
+            lack = {weight: mine and other
+                    for (weight, mine), other in zip(self._lacking.items(), theirs, strict=True)}
+        for weights, flat, work in self._buckets:
+            work.wait()
+            for weight, total in zip(weights, flat.split([weight.numel() for weight in weights]), strict=True):
+                gradient = gradient_of(weight, self._optimizer)
+                if gradient is not None:
+                    gradient.copy_(total.view_as(gradient))
+                elif not lack[weight]:
+                    give_gradient(weight, total.view_as(weight).clone(), self._optimizer)
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget the sums of a batch; they have to have arrived."""
+        for bucket in self._buckets:
+            bucket.work.wait()
+        self._buckets.clear()
+        self._lacking.clear()
+
+
+def _pack(weights: list[nn.Parameter], bucket_size: int) -> Iterator[list[nn.Parameter]]:
+    """Weights that travel together: of one dtype and ``bucket_size`` elements at most, unless one alone has more."""
+    bucket: list[nn.Parameter] = []
+    for weight in weights:
+        is_full = bucket and (sum(other.numel() for other in bucket) + weight.numel() > bucket_size
+                              or bucket[0].dtype != weight.dtype)
+        if is_full:
+            yield bucket
+            bucket = []
+        bucket.append(weight)
+    if bucket:
+        yield bucket
+
+
+class ReplicaNorms:
+    """The running statistics of batch norms, of which each copy sees only the micro-batches of its own pipe."""
+
+    def __init__(self, module: PRTPipelineModule) -> None:
+        self._group = module.replica_group
+        self._pipes = module.placement.pipes
+        self._norms: list[tuple[int, _NormBase]] = []
+        self._counts: list[torch.Tensor] = []
+        if self._group is None:
+            return
+        for layer_id, layer in module.layer_modules():
+            stage = module.stage_of(layer_id)
+            pipe = next(pipe for pipe in range(self._pipes) if module.placement.rank_of(stage, pipe) == module.stage_id)
+            self._norms += [(pipe, norm) for norm in layer.modules()
+                            if isinstance(norm, _NormBase) and norm.running_mean is not None]
+
+    def begin(self) -> None:
+        """Note the counts before a batch."""
+        self._counts = [norm.num_batches_tracked.clone() for _, norm in self._norms]
+
+    def average(self, micro_batches: int) -> None:
+        """After a batch, weigh each copy by the micro-batches that it saw, and count those of both."""
+        if not self._norms:
+            return
+        shares = [len(range(pipe, micro_batches, self._pipes)) / micro_batches for pipe, _ in self._norms]
+        counted = [norm.num_batches_tracked - before for (_, norm), before in zip(self._norms, self._counts,
+                                                                                  strict=True)]
+        flat = torch.cat([share * torch.cat((norm.running_mean, norm.running_var)).double()
+                          for share, (_, norm) in zip(shares, self._norms, strict=True)]
+                         + [torch.stack(counted).double()])
+        dist.all_reduce(flat, group=self._group)
+        sizes = [size for _, norm in self._norms for size in (norm.num_features, norm.num_features)]
+        *statistics, counts = flat.split([*sizes, len(self._norms)])
+        for index, (_, norm) in enumerate(self._norms):
+            norm.running_mean.copy_(statistics[2 * index])
+            norm.running_var.copy_(statistics[2 * index + 1])
+            norm.num_batches_tracked.copy_(self._counts[index] + counts[index].long())

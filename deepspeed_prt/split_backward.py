@@ -1,0 +1,339 @@
+"""The split backward: weight gradients of common modules are computed later than the gradients of their inputs.
+
+While a batch runs, the ``forward`` of every module that is known here records what its weight gradients need and lets
+autograd find the input's gradient only. The operations are those of autograd's own formulas, so the results are
+bit-identical. Weights of all other modules, and tied ones, get their gradients with the input's, as usual.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+
+
+class Deferred(NamedTuple):
+    """Weight gradients that are still to be computed: of what, and how."""
+
+    weights: list[Tensor]
+    compute: Callable[[], Sequence[Tensor]]
+
+
+class Rule(Protocol):
+    """How one kind of module is split."""
+
+    def fits(self, module: Any, x: Tensor) -> bool:
+        """Whether the rule covers this call."""
+
+    def forward(self, module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+        """The output, then what else the backward needs."""
+
+    def input_grad(self, module: Any, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
+                   *saved: Tensor) -> Tensor | None:
+        """The gradient of ``x``."""
+
+    def weight_grads(self, module: Any, wanted: tuple[bool, bool], grad: Tensor, x: Tensor, weight: Tensor,
+                     bias: Tensor | None, *saved: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of weight and bias, where wanted."""
+
+
+class _Linear:
+    """nn.Linear: y = x w^T + b."""
+
+    def fits(self, module: nn.Linear, x: Tensor) -> bool:
+        return True
+
+    def forward(self, module: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+        return F.linear(x, weight, bias),
+
+    def input_grad(self, module: nn.Linear, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return grad.reshape(-1, grad.shape[-1]).mm(weight).view(x.shape)
+
+    def weight_grads(self, module: nn.Linear, wanted: tuple[bool, bool], grad: Tensor, x: Tensor, weight: Tensor,
+                     bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        rows = grad.reshape(-1, grad.shape[-1])
+        return (rows.t().mm(x.reshape(-1, x.shape[-1])) if wanted[0] else None, rows.sum(0) if wanted[1] else None)
+
+
+class _Conv1D:
+    """transformers' Conv1D: y = x w + b, a linear layer with the weight transposed."""
+
+    def fits(self, module: Any, x: Tensor) -> bool:
+        return True
+
+    def forward(self, module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+        return torch.addmm(bias, x.view(-1, x.size(-1)), weight).view((*x.shape[:-1], module.nf)),
+
+    def input_grad(self, module: Any, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return grad.reshape(-1, grad.shape[-1]).mm(weight.t()).view(x.shape)
+
+    def weight_grads(self, module: Any, wanted: tuple[bool, bool], grad: Tensor, x: Tensor, weight: Tensor,
+                     bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        rows = grad.reshape(-1, grad.shape[-1])
+        return (x.reshape(-1, x.shape[-1]).t().mm(rows) if wanted[0] else None, rows.sum(0) if wanted[1] else None)
+
+
+class _Conv:
+    """nn.Conv1d, 2d and 3d, padded with zeros."""
+
+    def fits(self, module: _ConvNd, x: Tensor) -> bool:
+        return (module.padding_mode == "zeros" and not isinstance(module.padding, str)
+                and x.dim() == 2 + len(module.kernel_size))
+
+    def forward(self, module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+        return module._conv_forward(x, weight, bias),
+
+    def input_grad(self, module: _ConvNd, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self._backward(module, grad, x, weight, bias, [True, False, False])[0]
+
+    def weight_grads(self, module: _ConvNd, wanted: tuple[bool, bool], grad: Tensor, x: Tensor, weight: Tensor,
+                     bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        _, of_weight, of_bias = self._backward(module, grad, x, weight, bias, [False, *wanted])
+        return of_weight, of_bias
+
+    def _backward(self, module: _ConvNd, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
+                  wanted: list[bool]) -> Any:
+        return torch.ops.aten.convolution_backward(
+            grad, x, weight, None if bias is None else list(bias.shape), module.stride, module.padding,
+            module.dilation, False, [0] * len(module.stride), module.groups, wanted)
+
+
+class _Embedding:
+    """nn.Embedding with dense gradients."""
+
+    def fits(self, module: nn.Embedding, x: Tensor) -> bool:
+        return not module.sparse and module.max_norm is None
+
+    def forward(self, module: nn.Embedding, x: Tensor, weight: Tensor, bias: None) -> tuple[Tensor, ...]:
+        return F.embedding(x, weight, module.padding_idx, scale_grad_by_freq=module.scale_grad_by_freq),
+
+    def input_grad(self, module: nn.Embedding, grad: Tensor, x: Tensor, weight: Tensor, bias: None) -> None:
+        return None
+
+    def weight_grads(self, module: nn.Embedding, wanted: tuple[bool, bool], grad: Tensor, x: Tensor, weight: Tensor,
+                     bias: None) -> tuple[Tensor | None, Tensor | None]:
+        padding = -1 if module.padding_idx is None else module.padding_idx
+        return torch.ops.aten.embedding_dense_backward(grad, x, weight.shape[0], padding,
+                                                       module.scale_grad_by_freq), None
+
+
+class _LayerNorm:
+    """nn.LayerNorm."""
+
+    def fits(self, module: nn.LayerNorm, x: Tensor) -> bool:
+        return module.weight.dtype == x.dtype
+
+    def forward(self, module: nn.LayerNorm, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+        return torch.native_layer_norm(x, module.normalized_shape, weight, bias, module.eps)
+
+    def input_grad(self, module: nn.LayerNorm, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
+                   *saved: Tensor) -> Tensor:
+        return torch.ops.aten.native_layer_norm_backward(grad, x, module.normalized_shape, *saved, weight, bias,
+                                                         [True, False, False])[0]
+
+    def weight_grads(self, module: nn.LayerNorm, wanted: tuple[bool, bool], grad: Tensor, x: Tensor, weight: Tensor,
+                     bias: Tensor | None, *saved: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        _, of_weight, of_bias = torch.ops.aten.native_layer_norm_backward(
+            grad, x, module.normalized_shape, *saved, weight, bias, [False, *wanted])
+        return of_weight, of_bias
+
+
+class _GroupNorm:
+    """nn.GroupNorm."""
+
+    def fits(self, module: nn.GroupNorm, x: Tensor) -> bool:
+        return module.weight.dtype == x.dtype and x.is_contiguous()
+
+    def forward(self, module: nn.GroupNorm, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+        return torch.native_group_norm(x, weight, bias, *self._shape(x), module.num_groups, module.eps)
+
+    def input_grad(self, module: nn.GroupNorm, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
+                   *saved: Tensor) -> Tensor:
+        return self._backward(module, grad, x, weight, saved, [True, False, False])[0]
+
+    def weight_grads(self, module: nn.GroupNorm, wanted: tuple[bool, bool], grad: Tensor, x: Tensor, weight: Tensor,
+                     bias: Tensor | None, *saved: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        _, of_weight, of_bias = self._backward(module, grad, x, weight, saved, [False, *wanted])
+        return of_weight, of_bias
+
+    def _backward(self, module: nn.GroupNorm, grad: Tensor, x: Tensor, weight: Tensor, saved: Sequence[Tensor],
+                  wanted: list[bool]) -> Any:
+        return torch.ops.aten.native_group_norm_backward(grad.contiguous(), x, *saved, weight, *self._shape(x),
+                                                         module.num_groups, wanted)
+
+    @staticmethod
+    def _shape(x: Tensor) -> tuple[int, int, int]:
+        return x.shape[0], x.shape[1], x.numel() // (x.shape[0] * x.shape[1])
+
+
+_RULES: dict[Any, Rule] = {
+    nn.Linear.forward: _Linear(),
+    nn.Conv1d.forward: _Conv(),
+    nn.Conv2d.forward: _Conv(),
+    nn.Conv3d.forward: _Conv(),
+    nn.Embedding.forward: _Embedding(),
+    nn.LayerNorm.forward: _LayerNorm(),
+    nn.GroupNorm.forward: _GroupNorm(),
+}
+"""By the forward that a module's class has, so that a subclass with a forward of its own is left alone."""
+
+
+class SplitBackward:
+    """Defers the weight gradients of a module's layers while it is :meth:`installed`."""
+
+    def __init__(self) -> None:
+        self._collected: list[Deferred] | None = None
+        # An output has to require a gradient even where the input does not.
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    @contextmanager
+    def installed(self, layers: Iterable[nn.Module], tied: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Have the known modules in ``layers`` split their backward, but those that hold one of the ``tied`` weights.
+
+        Compiled modules are left alone.
+        """
+        tied_ids = {id(weight) for weight in tied}
+        changed = []
+        for layer in layers:
+            for module in _not_compiled(layer):
+                forward = self._forward_of(module)
+                if forward is None or any(id(weight) in tied_ids for weight in module._parameters.values()):
+                    continue
+                # Past nn.Module.__setattr__, which is slow.
+                module.__dict__["forward"] = forward
+                changed.append(module)
+        try:
+            yield
+        finally:
+            for module in changed:
+                del module.__dict__["forward"]
+
+    @contextmanager
+    def collecting(self) -> Iterator[list[Deferred]]:
+        """Collect what the backwards in this context defer."""
+        collected: list[Deferred] = []
+        self._collected = collected
+        try:
+            yield collected
+        finally:
+            self._collected = None
+
+    def _forward_of(self, module: nn.Module) -> Callable[..., Any] | None:
+        if "forward" in module.__dict__:  # somebody else's
+            return None
+        own = type(module).forward
+        rule = _RULES.get(own)
+        transformers = sys.modules.get("transformers.pytorch_utils")
+        if rule is None and transformers is not None and own is transformers.Conv1D.forward:
+            rule = _Conv1D()
+        if rule is not None:
+            return partial(self._call, rule, module)
+        return partial(self._call_with_proxies, module) if isinstance(module, _BatchNorm) else None
+
+    def _call(self, rule: Rule, module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        x, = *args, *kwargs.values()
+        # A parametrized weight is computed here, with a graph of its own.
+        weight, bias = module.weight, getattr(module, "bias", None)
+        wanted = (weight is not None and weight.requires_grad, bias is not None and bias.requires_grad)
+        if not torch.is_grad_enabled() or not any(wanted) or weight is None or not rule.fits(module, x) \
+                or torch.is_autocast_enabled(x.device.type):
+            return type(module).forward(module, x)
+        # In a tuple, autograd does not see the weights.
+        return _Split.apply(self._anchor, x, self, rule, module, wanted, (weight, bias))
+
+    def _call_with_proxies(self, module: Any, x: Tensor) -> Tensor:
+        """Where kernels give all gradients at once, only their accumulation is deferred."""
+        weights = {name: weight for name, weight in module._parameters.items()
+                   if weight is not None and weight.requires_grad}
+        if not torch.is_grad_enabled() or not weights:
+            return type(module).forward(module, x)
+        for name, weight in weights.items():
+            proxy = weight.detach().requires_grad_()
+            proxy.register_post_accumulate_grad_hook(partial(self._take_over, weight))
+            module._parameters[name] = proxy
+        try:
+            return type(module).forward(module, x)
+        finally:
+            module._parameters.update(weights)
+
+    def _take_over(self, weight: Tensor, proxy: Tensor) -> None:
+        gradient, proxy.grad = proxy.grad, None
+        self.defer([weight], lambda: [gradient])
+
+    def defer(self, weights: list[Tensor], compute: Callable[[], Sequence[Tensor]]) -> None:
+        """Note gradients to be computed later; outside of :meth:`collecting` nobody asked for any."""
+        if self._collected is not None:
+            self._collected.append(Deferred(weights, compute))
+
+
+class _Split(torch.autograd.Function):
+    """A module's call whose backward gives the input's gradient and defers the weights'."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, owner: SplitBackward, rule: Rule, module: Any,
+                wanted: tuple[bool, bool], weights: tuple[Tensor, Tensor | None]) -> Tensor:
+        output, *saved = rule.forward(module, x, *weights)
+        ctx.save_for_backward(x, *weights, *saved)
+        ctx.call = owner, rule, module, wanted, weights
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        owner, rule, module, wanted, weights = ctx.call
+        of_input = rule.input_grad(module, grad, *saved) if ctx.needs_input_grad[1] else None
+
+        def compute() -> list[Tensor]:
+            return [gradient for gradient in rule.weight_grads(module, wanted, grad, *saved) if gradient is not None]
+
+        owner.defer([target for target, is_wanted in zip(weights, wanted, strict=True) if is_wanted], compute)
+        return None, of_input, None, None, None, None, None
+
+
+def accumulate(deferred: list[Deferred], prologue: Callable[[], None]) -> None:
+    """Compute deferred weight gradients and accumulate them, each weight once, with all its hooks.
+
+    Args:
+        deferred: what the backward of one stage and micro-batch deferred.
+        prologue: to be called inside of the backward.
+    """
+    targets = {id(weight): weight for item in deferred for weight in item.weights}
+
+    def gradients() -> list[Tensor]:
+        prologue()
+        totals: dict[int, Tensor] = {}
+        for item in deferred:
+            for weight, gradient in zip(item.weights, item.compute(), strict=True):
+                # In the order in which autograd would have added them.
+                totals[id(weight)] = totals[id(weight)] + gradient if id(weight) in totals else gradient
+        deferred.clear()
+        return [totals[key] for key in targets]
+
+    _Give.apply(gradients, *targets.values()).backward()
+
+
+class _Give(torch.autograd.Function):
+    """Gives weights the gradients that a function computes inside of the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Callable[[], list[Tensor]], *weights: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return weights[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.gradients()
+
+
+def _not_compiled(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and all in it, without those that torch.compile has taken over."""
+    if getattr(module, "_compiled_call_impl", None) is None and type(module).__name__ != "OptimizedModule":
+        yield module
+        for child in module.children():
+            yield from _not_compiled(child)
