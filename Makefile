@@ -3,7 +3,7 @@
 PYTHON ?= python3
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv test demo lint picture clean
+.PHONY: help venv test demo bench lint picture clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -22,6 +22,10 @@ test: venv  ## run all tests (about 10 minutes on 2 cores)
 
 demo: venv  ## train BERT on real reviews, stock DeepSpeed against reuse, and compare
 	PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/python examples/demo.py
+
+bench: venv  ## compare with other pipeline schedules on emulated devices; results in outputs/bench.json
+	PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/python benchmarks/compare.py --micro-batches 8 16 \
+		--json outputs/bench.json
 
 lint: venv  ## ruff, and mypy (strict for the program core)
 	.venv/bin/ruff check .

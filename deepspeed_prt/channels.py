@@ -234,7 +234,7 @@ class _Sending:
     def __init__(self, pollable: bool) -> None:
         self._pollable = pollable
         self._flying: deque[_Sent] = deque()
-        self._queue: queue.Queue[_Sent | None] = queue.Queue()
+        self._queue: queue.SimpleQueue[_Sent | threading.Event | None] = queue.SimpleQueue()
         self._errors: list[BaseException] = []
         if not pollable:
             # The thread holds no reference to this object, so that it ends with it.
@@ -255,7 +255,10 @@ class _Sending:
         """Wait for everything; raises what a send raised."""
         while self._flying:
             self._flying.popleft()[0].wait()
-        self._queue.join()
+        if not self._pollable:
+            have_left = threading.Event()
+            self._queue.put(have_left)
+            have_left.wait()
         if self._errors:
             error = self._errors[0]
             self._errors.clear()
@@ -265,16 +268,18 @@ class _Sending:
 _Sent: TypeAlias = "tuple[dist.Work, torch.Tensor]"
 
 
-def _wait_for_all(sent: "queue.Queue[_Sent | None]", errors: list[BaseException]) -> None:
-    """Wait for each send in turn and let go of its tensor, until None comes."""
+def _wait_for_all(sent: "queue.SimpleQueue[_Sent | threading.Event | None]", errors: list[BaseException]) -> None:
+    """Wait for each send in turn and let go of its tensor, until None comes; set events that come in between."""
     while (item := sent.get()) is not None:
+        if isinstance(item, threading.Event):
+            item.set()
+            continue
         try:
             item[0].wait()
         except BaseException as error:  # whatever it is, it belongs to the thread that calls flush()
             errors.append(error)
         finally:
             del item
-            sent.task_done()
 
 
 def _fits(spec: MessageSpec, agreed: MessageSpec) -> bool:

@@ -173,12 +173,15 @@ class PRTPipelineEngine(PipelineEngine):
 
     @contextmanager
     def _executing(self, stage: int, micro_batch: int) -> Iterator[None]:
-        self._active_stage = stage
+        # Past nn.Module.__setattr__, as in PRTPipelineModule.show().
+        attributes = self.__dict__
+        attributes["_active_stage"] = stage
+        shown = self.module.show(stage, attributes["_first_micro_offset"] + micro_batch)
         try:
-            with self.module.executing(stage, self._first_micro_offset + micro_batch):
-                yield
+            yield
         finally:
-            self._active_stage = None
+            attributes["_active_stage"] = None
+            self.module.__dict__.update(shown)
 
     @contextmanager
     def _loss_rank_as_last(self) -> Iterator[None]:
@@ -428,8 +431,9 @@ class PRTPipelineEngine(PipelineEngine):
         gradients = buffers['grads'][buffer_id]
         if isinstance(gradients, Receive):
             gradients = self._channels.wait(gradients, self._rank_of(stage + 1, micro_batch))
-        with self._executing(stage, micro_batch), self._separate_gradients(stage), \
-                self._split_backward.collecting() as buffers['deferred'][buffer_id]:
+        separate = self._separate_gradients(stage) if stage in self._tied_again else nullcontext()
+        buffers['deferred'][buffer_id] = self._split_backward.collect()
+        with self._executing(stage, micro_batch), separate:
             if stage == self._last_stage:
                 loss = buffers['losses'][buffer_id]
                 buffers['losses'][buffer_id] = None
@@ -438,6 +442,7 @@ class PRTPipelineEngine(PipelineEngine):
             else:
                 assert output is not None
                 self._backward_from(output, gradients)
+        self._split_backward.collect()  # what layers differentiate in their forwards is nobody's
         buffers['output_tensors'][buffer_id] = buffers['grads'][buffer_id] = None
         if stage == 0:
             buffers['inputs'][buffer_id] = None
@@ -469,17 +474,17 @@ class PRTPipelineEngine(PipelineEngine):
         """What DeepSpeedEngine.backward() does around a backward, but for its prologue."""
         if self.using_bf16_optimizer:
             self.optimizer.clear_lp_grads(set_to_none=True)
-        self._running_engine_backward = True
+        self.__dict__["_running_engine_backward"] = True
         try:
             yield
         finally:
-            self._running_engine_backward = False
+            self.__dict__["_running_engine_backward"] = False
         self._backward_epilogue()
 
     @contextmanager
     def _separate_gradients(self, stage: int) -> Iterator[None]:
         """Sum the gradients of a tied weight per stage, as on different ranks, where stages of one rank share it."""
-        weights = [] if isinstance(self.optimizer, ZeROOptimizer) else self._tied_again.get(stage, [])
+        weights = [] if isinstance(self.optimizer, ZeROOptimizer) else self._tied_again[stage]
         others = [weight.grad for weight in weights]
         for weight in weights:
             weight.grad = self._shared_gradients.get((stage, id(weight)))

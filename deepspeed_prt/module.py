@@ -1,15 +1,15 @@
 """PRTPipelineModule: the several stages of one pipeline rank."""
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
+import random
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
-from deepspeed.runtime.utils import set_random_seed
 
 from .partition import cut, plan_stages
 from .program.placement import DOWN, Placement
@@ -23,7 +23,7 @@ class PRTPipelineModule(PipelineModule):
 
     ``num_stages`` (or the ``pipe`` dimension of ``topology``) is the number of pipeline ranks, as for PipelineModule.
     ``forward_funcs`` holds the layers of all the rank's stages; ``forward()`` runs those of the stage that
-    :meth:`executing` names.
+    :meth:`show` has named.
 
     Args:
         layers: as for PipelineModule, like everything not named here.
@@ -135,13 +135,15 @@ class PRTPipelineModule(PipelineModule):
             self.tied_modules[f"{spec.key}@{layer_id}"] = module
         return module if spec.forward_fn is None else partial(spec.forward_fn, module)
 
-    @contextmanager
-    def executing(self, stage: int, micro_offset: int = 0) -> Iterator[None]:
+    def show(self, stage: int, micro_offset: int = 0) -> dict[str, Any]:
         """Expose one stage to ``forward()``, and to the recomputation of checkpointed activations in a backward.
 
         Args:
             stage: one of this rank's stages.
             micro_offset: how many micro-batches came before this one, which seeds the layers under ``seed_layers``.
+
+        Returns:
+            The attributes of this module to restore afterwards.
         """
         start, stop = self._ranges[stage]
         functions = self.forward_funcs[start:stop]
@@ -156,10 +158,7 @@ class PRTPipelineModule(PipelineModule):
         attributes = self.__dict__
         saved = {name: attributes[name] for name in shown}
         attributes.update(shown)
-        try:
-            yield
-        finally:
-            attributes.update(saved)
+        return saved
 
     def _seed_and_call(self, function: Any, layer_id: int, micro_offset: int, inputs: Any) -> Any:
         """Run a layer with the seed that PipelineModule.forward() gives it with one stage a rank.
@@ -172,7 +171,7 @@ class PRTPipelineModule(PipelineModule):
             first = max(boundary for boundary in self.rank_parts[:-1] if boundary <= layer_id)
             place = first + (layer_id - first) % self.activation_checkpoint_interval
         seed = self.base_seed * (micro_offset + 2) + place
-        (self.seed_fn or set_random_seed)(seed)
+        (self.seed_fn or _set_random_seed)(seed)
         return function(inputs)
 
     def _precompute_checkpointable_values(self) -> None:
@@ -319,3 +318,15 @@ class PRTPipelineModule(PipelineModule):
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
         """All files of one of this rank's layers."""
         return super().ckpt_layer_path_list(ckpt_dir, self.layer_ids[local_layer_idx] - self._local_start)
+
+
+def _set_random_seed(seed: int) -> None:
+    """As DeepSpeed's set_random_seed, for the devices that are in use.
+
+    torch.manual_seed() notes the call and its stack for every kind of device that is not, each time: a millisecond.
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed % 2**64)
+    if get_accelerator().device_name() != "cpu":
+        get_accelerator().manual_seed_all(seed)

@@ -188,7 +188,7 @@ class SplitBackward:
     """Defers the weight gradients of a module's layers while it is :meth:`installed`."""
 
     def __init__(self) -> None:
-        self._collected: list[Deferred] | None = None
+        self._collected: list[Deferred] = []
         # An output has to require a gradient even where the input does not.
         self._anchor = torch.zeros((), requires_grad=True)
 
@@ -214,15 +214,10 @@ class SplitBackward:
             for module in changed:
                 del module.__dict__["forward"]
 
-    @contextmanager
-    def collecting(self) -> Iterator[list[Deferred]]:
-        """Collect what the backwards in this context defer."""
-        collected: list[Deferred] = []
-        self._collected = collected
-        try:
-            yield collected
-        finally:
-            self._collected = None
+    def collect(self) -> list[Deferred]:
+        """The list in which backwards note what they defer, from now until the next call."""
+        self._collected = []
+        return self._collected
 
     def _forward_of(self, module: nn.Module) -> Callable[..., Any] | None:
         if "forward" in module.__dict__:  # somebody else's
@@ -267,9 +262,8 @@ class SplitBackward:
         self.defer([weight], lambda: [gradient])
 
     def defer(self, weights: list[Tensor], compute: Callable[[], Sequence[Tensor]]) -> None:
-        """Note gradients to be computed later; outside of :meth:`collecting` nobody asked for any."""
-        if self._collected is not None:
-            self._collected.append(Deferred(weights, compute))
+        """Note gradients to be computed later."""
+        self._collected.append(Deferred(weights, compute))
 
 
 class _Split(torch.autograd.Function):

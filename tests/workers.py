@@ -29,10 +29,11 @@ class TaskFailed(AssertionError):
 
 
 class World:
-    """``size`` processes in one gloo process group, which run module-level functions."""
+    """``size`` processes in one gloo process group, which run module-level functions within ``timeout`` seconds."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, timeout: float = TIMEOUT) -> None:
         self.size = size
+        self.timeout = timeout
         self._references: dict[bytes, bytes] = {}
         self._start()
 
@@ -40,12 +41,12 @@ class World:
         context = multiprocessing.get_context("spawn")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
+            port = probe.getsockname()[1]
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, self.size, self._port), daemon=False)
+            process = context.Process(target=_serve, args=(theirs, rank, self.size, port), daemon=False)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -60,7 +61,7 @@ class World:
             pipe.send((task.__module__, task.__qualname__, args, kwargs))
         results: list[Any] = [None] * self.size
         errors: dict[int, tuple[str, str, str]] = {}
-        deadline = time.monotonic() + TIMEOUT
+        deadline = time.monotonic() + self.timeout
         restart = False
         for rank, pipe in enumerate(self._pipes):
             try:
@@ -71,7 +72,7 @@ class World:
                     else:
                         errors[rank] = value
                     continue
-                errors[rank] = ("Hang", "no answer", f"no answer within {TIMEOUT} s")
+                errors[rank] = ("Hang", "no answer", f"no answer within {self.timeout:g} s")
             except EOFError:
                 errors[rank] = ("Died", "process died", "process died")
             restart = True
@@ -91,12 +92,10 @@ class World:
         return pickle.loads(self._references[key])
 
     def close(self) -> None:
-        """End the processes, and remove the 66 MiB of shared memory that DeepSpeed leaves behind for each."""
+        """End the processes."""
         for process in self._processes:
             process.kill()
             process.join()
-        for leftover in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_127.0.0.1_{self._port}_*"):
-            leftover.unlink(missing_ok=True)
 
 
 def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
@@ -110,6 +109,10 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     deepspeed.utils.logger.setLevel(logging.ERROR)
     with contextlib.redirect_stdout(io.StringIO()):
         deepspeed.init_distributed(dist_backend="gloo")
+    torch.distributed.barrier()  # all have opened each other's shared memory
+    # Its files, 69 MB a rank, would outlive the processes.
+    for file in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_{rank}"):
+        file.unlink()
     while True:
         try:
             module, name, args, kwargs = pipe.recv()

@@ -150,6 +150,18 @@ def test_both_directions_on_two_ranks():
     """)
 
 
+def test_a_message_waits_for_the_gradient_before_it_in_its_channel():
+    # Rank 0 needs the activation of micro-batch 1 right after 0F0, but rank 1 sends it after the gradient of
+    # micro-batch 0, whose receive cannot be posted before 0F0.
+    assert communicated("""
+        0F0 1F1 1B1 0B0
+        1F0 1B0 0F1 0B1
+    """, "loop", 2, 1, BI) == lines("""
+                 0F0 0SEND_F0 0RECV_B0     1RECV_F1     1F1 1B1 1SEND_B1 0B0
+        1RECV_F0 1F0          1B0 1SEND_B0 0F1 0SEND_F1 0RECV_B1         0B1
+    """)
+
+
 def test_both_directions_with_a_single_micro_batch():
     assert communicated("""
         0F0 0B0

@@ -70,6 +70,13 @@ def test_fewer_micro_batches_than_ranks_and_odd_ones(name, ranks, reuse, directi
     assert bound * (1 - 1e-12) <= makespan(program) <= 1.25 * bound
 
 
+def test_of_equally_short_ones_the_one_that_holds_less():
+    placement = Placement("loop", 4, 1, BI)
+    found, other = build("auto", placement, 5), build("zero_bubble", placement, 5)
+    assert makespan(found) == makespan(other) == 18
+    assert (found.schedule, peaks(found), peaks(other)) == ("half_memory", [3] * 4, [4] * 4)
+
+
 def test_it_says_which_schedule_it_found():
     assert build("auto", Placement("loop", 4, 2), 8).schedule == "zero_bubble"
     assert build("auto", Placement("loop", 4, 2), 8, split=False).schedule == "interleaved_1f1b"

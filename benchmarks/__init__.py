@@ -1,0 +1,1 @@
+"""How fast each contender trains the same work."""
