@@ -16,6 +16,9 @@ from .control import Control
 from .gradients import accumulation_dtype, give_gradient, gradient_of
 from .module import PRTPipelineModule
 
+SMALL = 2**18
+"""Stages with fewer elements wait for others to travel with: a sum costs a round trip, however small it is."""
+
 
 class _Bucket(NamedTuple):
     """Gradients on their way, flattened one after the other."""
@@ -39,6 +42,7 @@ class Replicas:
         self._optimizer = optimizer
         self._bucket_size = bucket_size
         self._weights = module.replicated_parameters()
+        self._waiting: list[nn.Parameter] = []
         self._buckets: list[_Bucket] = []
         self._lacking: dict[nn.Parameter, bool] = {}
 
@@ -48,10 +52,17 @@ class Replicas:
         return any(self._lacking.values())
 
     def start(self, stage: int | None, failed: bool = False) -> None:
-        """Start to sum the gradients of a stage (None: of what stages share); zeros for a batch that failed."""
+        """Start to sum the gradients of a stage; zeros for a batch that failed.
+
+        None stands for what stages share, and for the end: nothing waits for company any longer.
+        """
         if self._module.replica_group is None:
             return
-        for weights in _pack(self._weights[stage], self._bucket_size):
+        self._waiting += self._weights[stage]
+        if stage is not None and sum(weight.numel() for weight in self._waiting) < SMALL:
+            return
+        together, self._waiting = self._waiting, []
+        for weights in _pack(together, self._bucket_size):
             dtype = accumulation_dtype(weights[0], self._optimizer)
             gradients = []
             for weight in weights:
@@ -89,6 +100,7 @@ class Replicas:
         """Forget the sums of a batch; they have to have arrived."""
         for bucket in self._buckets:
             bucket.work.wait()
+        self._waiting.clear()
         self._buckets.clear()
         self._lacking.clear()
 

@@ -8,7 +8,7 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
-from deepspeed_prt import PRTPipelineModule
+from deepspeed_prt import PRTPipelineModule, replicas
 
 from . import training
 from .training import WIDTH, Block, assert_same, blocks, config, mse, vectors, weights
@@ -56,6 +56,25 @@ def test_losses_and_weights(world, prt, ranks, gas):
     assert_copies_are_equal(ours)
     for rank, report in enumerate(ours):
         assert report["weights"].keys() == ours[ranks - 1 - rank]["weights"].keys()
+
+
+def in_small_buckets(*args, **kwargs):
+    """As :func:`watched`, with a sum for every stage, of at most 30 elements unless one weight has more."""
+    replicas.SMALL, before = 1, replicas.SMALL
+    try:
+        more = {"zero_optimization": {"stage": 0, "reduce_bucket_size": 30}}
+        return watched(*args[:2], {**args[2], **more}, **kwargs)
+    finally:
+        replicas.SMALL = before
+
+
+@PLANS
+@pytest.mark.parametrize("model", ["blocks", "tied"])
+def test_sums_in_small_buckets(world, prt, model):
+    together = world(2).run(watched, model, 2, config(3, prt=prt))
+    apart = world(2).run(in_small_buckets, model, 2, config(3, prt=prt))
+    assert_same(together, apart)
+    assert_copies_are_equal(apart)
 
 
 @PLANS
