@@ -273,6 +273,9 @@ class _Split(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, x: Tensor, owner: SplitBackward, rule: Rule, module: Any,
                 wanted: tuple[bool, bool], weights: tuple[Tensor, Tensor | None]) -> Tensor:
         output, *saved = rule.forward(module, x, *weights)
+        if output._is_view():
+            # What comes out of a Function as a view must not be changed in place, as an activation may want to.
+            output = torch.ops.aten._unsafe_view(output, output.shape)
         ctx.save_for_backward(x, *weights, *saved)
         ctx.call = owner, rule, module, wanted, weights
         return output
