@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from .actions import FORWARD, GIVES_WEIGHT_GRAD, INPUT_GRAD, Action, Row
 from .communication import add_communication
@@ -20,12 +21,12 @@ class Program:
     rows: tuple[Row, ...]
     slots: tuple[Slots, ...]
 
-    @property
+    @cached_property
     def has_backward(self) -> bool:
         """Whether the program trains; a forward-only one evaluates."""
         return any(action.kind not in ("F", "SEND_F", "RECV_F") for row in self.rows for action in row)
 
-    @property
+    @cached_property
     def is_split(self) -> bool:
         """Whether any backward is done in two halves."""
         return any(action.kind == INPUT_GRAD for row in self.rows for action in row)
