@@ -134,14 +134,19 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
 
 def _forget_groups() -> None:
     """Close the process groups of the last task, whose sockets would pile up."""
+    import torch
     import torch.distributed as dist
-    from deepspeed.runtime.pipe.engine import PipelineEngine
+    from deepspeed.pipe import PipelineModule
+    from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.pipe.topology import PipelineParallelGrid
     from deepspeed.utils import groups
     from torch.distributed import distributed_c10d
     gc.collect()
+    # Hooks keep what holds groups: those of the stock engine's last loss, and ZeRO's of each parameter.
+    holders = (PipelineModule, DeepSpeedEngine, torch.nn.Parameter, DeepSpeedOptimizer, PipelineParallelGrid)
     for leftover in gc.get_objects():
-        # The stock engine keeps its last loss, whose graph has hooks that keep the engine.
-        if isinstance(leftover, PipelineEngine):
+        if issubclass(type(leftover), holders):
             leftover.__dict__.clear()
     gc.collect()
     dist.barrier()
@@ -150,4 +155,6 @@ def _forget_groups() -> None:
         if group is not default:
             dist.destroy_process_group(group)
     groups._WORLD_GROUP = None
+    # What is left is code, a lot of it since torch and DeepSpeed import as they go: no need to look at it again.
+    gc.freeze()
     sys.stdout.flush()
