@@ -1,8 +1,8 @@
 """Emulated devices: layers whose compute is a real sleep that a split backward splits, and what a rank holds of them.
 
 A layer sleeps in its forward, on the way back to its input, and on the way back to its weight, until each has taken its
-set time; the little that it computes is part of that. The sleep for the weight is in a parametrization: nn.Linear's own
-forward runs, and its weight gradient can be deferred as any.
+set time; the little that it computes is part of that. The sleep for the weight is on the way to it from the layer's
+``weight``: nn.Linear's own forward runs, and its weight gradient can be deferred as any.
 """
 
 import ctypes
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from deepspeed.pipe import LayerSpec
 from torch import nn
-from torch.nn.utils import parametrize
 
 from .settings import Emulation
 from .work import MicroBatch, Work
@@ -105,9 +104,7 @@ class EmulatedLayer(nn.Module):
         super().__init__()
         self.forward_s = forward_s
         self.input_grad_s = input_grad_s
-        self.linear = nn.Linear(width, width, bias=False)
-        nn.init.eye_(self.linear.weight)  # default weights shrink the signal of many layers to nothing
-        parametrize.register_parametrization(self.linear, "weight", _WeightPath(weight_grad_s))
+        self.linear = _EmulatedLinear(width, weight_grad_s)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         DEVICE.begin()
@@ -148,15 +145,21 @@ class _Leave(torch.autograd.Function):
         return gradient
 
 
-class _WeightPath(nn.Module):
-    """The parametrization of a weight whose gradient takes its time."""
+class _EmulatedLinear(nn.Linear):
+    """nn.Linear without a bias, whose ``weight`` is the parameter ``origin``, a way off."""
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.seconds = seconds
+    def __init__(self, width: int, weight_grad_s: float) -> None:
+        nn.Module.__init__(self)  # nn.Linear's would make a weight
+        self.in_features = self.out_features = width
+        self.register_parameter("bias", None)
+        # The default would shrink the signal of many layers to nothing.
+        self.origin = nn.Parameter(torch.eye(width))
+        self.weight_grad_s = weight_grad_s
 
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return _EnterWeight.apply(weight, self.seconds)
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            return _EnterWeight.apply(super().__getattr__("origin"), self.weight_grad_s)
+        return super().__getattr__(name)
 
 
 class _EnterWeight(torch.autograd.Function):

@@ -1,7 +1,8 @@
 """Channels: asynchronous messages between the ranks of a pipe.
 
-A channel is all messages from one rank to another, in the order the program fixes. Each has a process group of its
-own, so that on NCCL it has its own communicator and stream, and two directions between the same pair never mix.
+A channel is all messages from one rank to another, in the order the program fixes. On NCCL each has a process group of
+its own, and so its own communicator and stream; gloo keeps the directions of a pair apart within one group, and has a
+thread for each group that wakes 100 times a second, so there all channels share the pipe's.
 
 Shapes are agreed once per stage boundary, by a header before its first message (before each message with
 ``dynamic_shape``). Gradients need none: both sides know the activation they belong to.
@@ -17,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.topology import ProcessTopology
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from .errors import PoisonedMessage, PRTError
 from .program.placement import Placement
@@ -70,6 +71,13 @@ class Receive:
         self.posted = False
 
 
+class _End(NamedTuple):
+    """One end of a channel: its process group, and the rank of the other end in there."""
+
+    group: dist.ProcessGroup
+    peer: int
+
+
 class Channels:
     """This rank's ends of all channels of its pipe.
 
@@ -77,48 +85,54 @@ class Channels:
 
     Args:
         placement: which ranks are neighbours.
-        topology: where the pipes are.
-        pipe_ranks: the global ranks of this rank's pipe, in pipe order.
-        rank: this rank's place in it.
+        grid: where the pipes are, and which is this rank's.
         device: where received tensors are to be.
         dynamic_shape: send a header before every activation.
     """
 
-    def __init__(self, placement: Placement, topology: ProcessTopology, pipe_ranks: Sequence[int], rank: int,
-                 device: torch.device, dynamic_shape: bool) -> None:
+    def __init__(self, placement: Placement, grid: PipelineParallelGrid, device: torch.device,
+                 dynamic_shape: bool) -> None:
         self._device = device
         self._dynamic_shape = dynamic_shape
-        self._pipe_ranks = pipe_ranks
-        self._rank = rank
-        self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
         hops = {(route[stage - 1], route[stage])
                 for route in placement.routes for stage in range(1, placement.stages) if placement.is_remote(stage)}
-        for ranks in topology.get_axis_comm_lists("pipe"):
-            for source, target in sorted(hops | {(target, source) for source, target in hops}):
-                group = dist.new_group([ranks[source], ranks[target]])
-                if list(ranks) == list(pipe_ranks) and rank in (source, target):
-                    self._groups[source, target] = group
+        self._outgoing: dict[int, _End] = {}
+        self._incoming: dict[int, _End] = {}
+        for source, target in sorted(hops | {(target, source) for source, target in hops}):
+            self._open(source, target, grid)
         self._agreed: dict[Boundary, MessageSpec] = {}
-        self._expected: dict[int, deque[Receive]] = {source: deque() for source, _ in self._groups}
+        self._expected: dict[int, deque[Receive]] = {source: deque() for source in self._incoming}
         self._sending = _Sending(pollable=device.type != "cpu")
+
+    def _open(self, source: int, target: int, grid: PipelineParallelGrid) -> None:
+        """Make a channel in every pipe."""
+        for ranks in grid.pipe_groups:
+            is_shared = dist.get_backend(grid.pp_proc_group) == "gloo"
+            group = grid.pp_proc_group if is_shared else dist.new_group([ranks[source], ranks[target]])
+            if list(ranks) != list(grid.pp_group):
+                continue
+            if grid.stage_id == source:
+                self._outgoing[target] = _End(group, dist.get_group_rank(group, ranks[target]))
+            elif grid.stage_id == target:
+                self._incoming[source] = _End(group, dist.get_group_rank(group, ranks[source]))
 
     def forget(self, mode: str | None = None) -> None:
         """Agree on shapes anew, in one mode (``"train"`` or ``"eval"``) or in all."""
         self._agreed = {} if mode is None else {key: spec for key, spec in self._agreed.items() if key[0] != mode}
 
-    def send_activation(self, value: torch.Tensor | tuple[torch.Tensor, ...], boundary: Boundary,
+    def send_activation(self, value: torch.Tensor | tuple[torch.Tensor, ...], spec: MessageSpec, boundary: Boundary,
                         target: int) -> MessageSpec:
         """Start to send a stage's output; returns what the receiver takes it for.
 
         Args:
             value: the output.
+            spec: its description.
             boundary: where it passes.
             target: the receiving pipe rank.
 
         Raises:
             PRTError: its shape is not the agreed one.
         """
-        spec = MessageSpec.of(value)
         tensors = [tensor.detach().contiguous() for tensor in (value if spec.is_tuple else (value, ))]
         if self._needs_header(boundary):
             self._send(_write_header(spec, self._device), target)
@@ -185,8 +199,9 @@ class Channels:
         return self._dynamic_shape or boundary not in self._agreed
 
     def _send(self, tensor: torch.Tensor, target: int) -> None:
-        work = dist.isend(tensor, self._pipe_ranks[target], group=self._groups[self._rank, target])
-        self._sending.watch(work, tensor)
+        group, peer = self._outgoing[target]
+        # What dist.isend() does after checks that cost more than this on small messages.
+        self._sending.watch(group.send([_real(tensor)], peer, 0), tensor)
 
     def _post(self, receive: Receive, source: int) -> Receive:
         self._expected[source].append(receive)
@@ -222,7 +237,8 @@ class Channels:
             expected.popleft()
 
     def _recv(self, buffer: torch.Tensor, source: int) -> dist.Work:
-        return dist.irecv(buffer, self._pipe_ranks[source], group=self._groups[source, self._rank])
+        group, peer = self._incoming[source]
+        return group.recv([_real(buffer)], peer, 0)
 
 
 class _Sending:
@@ -282,9 +298,14 @@ def _wait_for_all(sent: "queue.SimpleQueue[_Sent | threading.Event | None]", err
             del item
 
 
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """What travels of a tensor: backends send no complex numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def _fits(spec: MessageSpec, agreed: MessageSpec) -> bool:
     """Whether the receiver can take ``spec`` for ``agreed``: a tensor may require no gradient where one would do."""
-    return spec.is_tuple == agreed.is_tuple and len(spec.tensors) == len(agreed.tensors) and all(
+    return spec == agreed or spec.is_tuple == agreed.is_tuple and len(spec.tensors) == len(agreed.tensors) and all(
         new.shape == old.shape and new.dtype == old.dtype and new.requires_grad <= old.requires_grad
         for new, old in zip(spec.tensors, agreed.tensors, strict=True))
 

@@ -5,24 +5,31 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.pipe.topology import ProcessTopology
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from .errors import PoisonedMessage, RankFailedError
 
+_TAG = 1
+"""Of messages between two ranks, as those of channels may share their group."""
+
 
 class Control:
-    """Gloo groups over the whole world and over this rank's pipe.
+    """Gloo groups over the whole world and over this rank's pipe: DeepSpeed's, where they are of gloo.
 
     Every rank of the world has to construct one at the same time.
     """
 
-    def __init__(self, topology: ProcessTopology, global_rank: int) -> None:
-        self.global_rank = global_rank
+    def __init__(self, grid: PipelineParallelGrid) -> None:
+        self.global_rank = grid.global_rank
+        self.pipe_ranks = grid.pp_group
+        if dist.get_backend() == "gloo":
+            self._world, self.pipe_group = dist.group.WORLD, grid.pp_proc_group
+            return
         self._world = dist.new_group(backend="gloo")
-        for ranks in topology.get_axis_comm_lists("pipe") or [[rank] for rank in range(dist.get_world_size())]:
+        for ranks in grid.pipe_groups:
             group = dist.new_group(ranks, backend="gloo")
-            if global_rank in ranks:
-                self.pipe_group, self.pipe_ranks = group, ranks
+            if self.global_rank in ranks:
+                self.pipe_group = group
 
     def agree(self, error: BaseException | None, doing: str, when: float = 0.0, flag: bool = False) -> bool:
         """Carry on only if no rank has an error; a collective over the world. Returns whether any rank set ``flag``.
@@ -66,16 +73,16 @@ class Control:
     def send(self, payload: bytes, pipe_rank: int) -> None:
         """Send bytes to another rank of the pipe; waits until they are there."""
         target = self.pipe_ranks[pipe_rank]
-        dist.send(torch.tensor(len(payload)), target, group=self.pipe_group)
-        dist.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), target, group=self.pipe_group)
+        dist.send(torch.tensor(len(payload)), target, group=self.pipe_group, tag=_TAG)
+        dist.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), target, group=self.pipe_group, tag=_TAG)
 
     def recv(self, pipe_rank: int) -> bytes:
         """Receive what :meth:`send` sends."""
         source = self.pipe_ranks[pipe_rank]
         size = torch.tensor(0)
-        dist.recv(size, source, group=self.pipe_group)
+        dist.recv(size, source, group=self.pipe_group, tag=_TAG)
         payload = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(payload, source, group=self.pipe_group)
+        dist.recv(payload, source, group=self.pipe_group, tag=_TAG)
         return payload.numpy().tobytes()
 
     def send_object(self, value: object, pipe_rank: int) -> None:

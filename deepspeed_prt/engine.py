@@ -40,6 +40,8 @@ from .split_backward import Deferred, SplitBackward, accumulate
 _LAYOUT = "prt_layout"
 """The key of a checkpoint under which each rank's layers stand."""
 
+_NOTHING = nullcontext()
+
 Tensors: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
 
 
@@ -65,6 +67,7 @@ class PRTPipelineEngine(PipelineEngine):
     total_additional_losses: Any
     _active_stage: int | None = None
     _last_stage_rank: int | None = None
+    _is_plain = False
     _wants_optimizer_states = False
 
     def __init__(self, *args: Any, model: PRTPipelineModule, config_class: Any, optimizer: Any = None,
@@ -72,7 +75,7 @@ class PRTPipelineEngine(PipelineEngine):
         section = read_section(config_class._param_dict) or PRTConfig()
         _refuse_unsupported(section, config_class, model)
         self._section = section
-        self._control = Control(model.topology(), model.global_rank)
+        self._control = Control(model._grid)
         self._control.agree(_refuse_experts(section, model), "looking at the model")
         self._programs: dict[int, Program] = {}
         self._schedules: dict[tuple[int, bool], PRTSchedule] = {}
@@ -92,8 +95,7 @@ class PRTPipelineEngine(PipelineEngine):
             set_optimizer_flags(config_class, model)
         super().__init__(*args, model=model, config_class=config_class, optimizer=optimizer,
                          model_parameters=model_parameters, **kwargs)
-        self._channels = Channels(self.placement, model.topology(), self.grid.pp_group, self.stage_id, self.device,
-                                  self.dynamic_shape)
+        self._channels = Channels(self.placement, self.grid, self.device, self.dynamic_shape)
         self._last_stage = self.placement.stages - 1
         self._loss_rank = self.placement.rank_of(self._last_stage, DOWN)
         self._replicas = Replicas(self.module, self.optimizer, self._config.zero_config.reduce_bucket_size)
@@ -150,8 +152,7 @@ class PRTPipelineEngine(PipelineEngine):
 
     def _rank_of(self, stage: int, micro_batch: int) -> int:
         """The rank that runs a stage for a micro-batch of this schedule."""
-        placement = self._schedule.program.placement
-        return placement.rank_of(stage, placement.pipe_of(micro_batch))
+        return self._routes[micro_batch][stage]
 
     def _boundary(self, sender: int, micro_batch: int) -> Boundary:
         return self._mode, sender, self._schedule.program.placement.pipe_of(micro_batch)
@@ -171,17 +172,24 @@ class PRTPipelineEngine(PipelineEngine):
     def _loss_stage_global_rank(self) -> int:
         return self.grid.stage_to_global(self._loss_rank)
 
-    @contextmanager
-    def _executing(self, stage: int, micro_batch: int) -> Iterator[None]:
-        # Past nn.Module.__setattr__, as in PRTPipelineModule.show().
-        attributes = self.__dict__
-        attributes["_active_stage"] = stage
-        shown = self.module.show(stage, attributes["_first_micro_offset"] + micro_batch)
-        try:
-            yield
-        finally:
-            attributes["_active_stage"] = None
-            self.module.__dict__.update(shown)
+    def _enter(self, stage: int, micro_batch: int) -> None:
+        """Let this engine and its module be those of one stage, until the next one or the end of the batch."""
+        self.__dict__["_active_stage"] = stage  # past nn.Module.__setattr__, as in PRTPipelineModule.show()
+        self.module.show(stage, self._first_micro_offset + micro_batch)
+
+    def _leave(self) -> None:
+        self._active_stage = None
+        self.module.hide()
+
+    def _has_nothing_around_passes(self) -> bool:
+        """Whether all that DeepSpeedEngine does before and after a forward or backward is without effect.
+
+        It costs more than a small stage's compute.
+        """
+        return not (isinstance(self.optimizer, ZeROOptimizer) or self.engine_timers.active_timers()
+                    or self.memory_breakdown() or self.autotuning_profile_model_info() or self.is_deepcompile_enabled()
+                    or self.fp16_auto_cast() or self.torch_autocast_enabled()
+                    or torch.is_autocast_enabled(self.device.type) or self.random_ltd_enabled())
 
     @contextmanager
     def _loss_rank_as_last(self) -> Iterator[None]:
@@ -191,6 +199,13 @@ class PRTPipelineEngine(PipelineEngine):
             yield
         finally:
             self._last_stage_rank = None
+
+    def _forward_prologue(self, inputs: Any, kwargs: Any) -> Any:
+        return None if self._is_plain else super()._forward_prologue(inputs, kwargs)
+
+    def _forward_epilogue(self) -> None:
+        if not self._is_plain:
+            super()._forward_epilogue()
 
     def _backward_prologue_per_tensor(self, grad: torch.Tensor) -> torch.Tensor:
         # The loss is scaled before its backward; gradients between stages are scaled already.
@@ -255,6 +270,12 @@ class PRTPipelineEngine(PipelineEngine):
         self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
         self.fwd_outputs = []
         self._losses.clear()
+        placement = pipe_schedule.program.placement
+        self._routes = [placement.routes[placement.pipe_of(micro_batch)]
+                        for micro_batch in range(pipe_schedule.micro_batches)]
+        self._is_plain = self._has_nothing_around_passes()
+        if self._is_plain:
+            super()._forward_prologue((), {})  # starts the throughput timer
         micro_offset = self.module.micro_offset
         self._first_micro_offset = micro_offset
         failure: Exception | None = None
@@ -289,6 +310,7 @@ class PRTPipelineEngine(PipelineEngine):
             self._discard_batch()
             raise
         finally:
+            self._leave()
             self.module.micro_offset = micro_offset + pipe_schedule.micro_batches
             self._batch = []
         if closing and self.placement.pipes == 2:
@@ -350,14 +372,14 @@ class PRTPipelineEngine(PipelineEngine):
 
     def _exec_load_micro_batch(self, buffer_id: int, stage: int, micro_batch: int) -> None:
         self._loading = micro_batch
-        with self._executing(stage, micro_batch):
-            super()._exec_load_micro_batch(buffer_id)
+        self._enter(stage, micro_batch)
+        super()._exec_load_micro_batch(buffer_id)
 
     def _exec_forward_pass(self, buffer_id: int, stage: int, micro_batch: int) -> None:
         buffers = self.pipe_buffers
         inputs = self._take_inputs(buffer_id, stage, micro_batch)
-        with self._executing(stage, micro_batch):
-            outputs = DeepSpeedEngine.forward(self, inputs)
+        self._enter(stage, micro_batch)
+        outputs = self.module(inputs) if self._is_plain else DeepSpeedEngine.forward(self, inputs)
         # Activation checkpointing keeps state of a training forward, which evaluation has no use for.
         if not self.module.training:
             ds_checkpointing.reset()
@@ -415,7 +437,7 @@ class PRTPipelineEngine(PipelineEngine):
     def _splitting_backwards(self) -> AbstractContextManager[None]:
         """Where the program splits backwards, have the layers defer their weight gradients."""
         if not self._schedule.program.is_split:
-            return nullcontext()
+            return _NOTHING
         return self._split_backward.installed([layer for _, layer in self.module.layer_modules()],
                                               [weight for weight, _ in self.module.get_tied_weights_and_groups()])
 
@@ -431,9 +453,10 @@ class PRTPipelineEngine(PipelineEngine):
         gradients = buffers['grads'][buffer_id]
         if isinstance(gradients, Receive):
             gradients = self._channels.wait(gradients, self._rank_of(stage + 1, micro_batch))
-        separate = self._separate_gradients(stage) if stage in self._tied_again else nullcontext()
+        separate = self._separate_gradients(stage) if stage in self._tied_again else _NOTHING
         buffers['deferred'][buffer_id] = self._split_backward.collect()
-        with self._executing(stage, micro_batch), separate:
+        self._enter(stage, micro_batch)
+        with separate:
             if stage == self._last_stage:
                 loss = buffers['losses'][buffer_id]
                 buffers['losses'][buffer_id] = None
@@ -456,7 +479,7 @@ class PRTPipelineEngine(PipelineEngine):
         self.pipe_buffers['deferred'][buffer_id] = None
         if deferred:
             with self._engine_backward():
-                accumulate(deferred, self._backward_prologue)
+                accumulate(deferred, None if self._is_plain else self._backward_prologue)
 
     def _backward_from(self, output: _Output, gradients: Sequence[torch.Tensor]) -> None:
         """Back-propagate the gradients of a stage's output, all tensors together."""
@@ -469,9 +492,12 @@ class PRTPipelineEngine(PipelineEngine):
         with self._engine_backward():
             torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
 
-    @contextmanager
-    def _engine_backward(self) -> Iterator[None]:
+    def _engine_backward(self) -> AbstractContextManager[None]:
         """What DeepSpeedEngine.backward() does around a backward, but for its prologue."""
+        return _NOTHING if self._is_plain else self._full_engine_backward()
+
+    @contextmanager
+    def _full_engine_backward(self) -> Iterator[None]:
         if self.using_bf16_optimizer:
             self.optimizer.clear_lp_grads(set_to_none=True)
         self.__dict__["_running_engine_backward"] = True
@@ -496,11 +522,12 @@ class PRTPipelineEngine(PipelineEngine):
     def _exec_send_activations(self, buffer_id: int, stage: int, micro_batch: int) -> None:
         outputs = self.pipe_buffers['outputs'][buffer_id]
         self.pipe_buffers['outputs'][buffer_id] = None
-        spec = self._channels.send_activation(outputs, self._boundary(stage, micro_batch),
-                                              self._rank_of(stage + 1, micro_batch))
         output: _Output | None = self.pipe_buffers['output_tensors'][buffer_id]
-        if output is not None:
-            self.pipe_buffers['output_tensors'][buffer_id] = output._replace(spec=spec)
+        spec = MessageSpec.of(outputs) if output is None else output.spec
+        agreed = self._channels.send_activation(outputs, spec, self._boundary(stage, micro_batch),
+                                                self._rank_of(stage + 1, micro_batch))
+        if output is not None and agreed != spec:
+            self.pipe_buffers['output_tensors'][buffer_id] = output._replace(spec=agreed)
 
     def _exec_recv_activations(self, buffer_id: int, stage: int, micro_batch: int) -> None:
         self.pipe_buffers['receives'][buffer_id] = self._channels.post_activation(
@@ -659,26 +686,14 @@ class PRTPipelineEngine(PipelineEngine):
     }
 
 
-class _EnterStage(torch.autograd.Function):
-    """Identity from a stage's leaf inputs to tensors that layers may change in place, without a copy."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.data for tensor in inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return gradients
-
-
 def _enter_stage(inputs: Tensors) -> Tensors:
-    tensors = _as_tuple(inputs)
-    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+    """A stage's leaf inputs as tensors that layers may change in place, without a copy."""
+    if not torch.is_grad_enabled():
         return inputs
-    entered = iter(_EnterStage.apply(*(tensor for tensor in tensors if tensor.requires_grad)))
-    result = tuple(next(entered) if tensor.requires_grad else tensor for tensor in tensors)
-    return result[0] if torch.is_tensor(inputs) else result
+    # Not a view to autograd, which forbids changing a view of a leaf.
+    entered = tuple(torch.ops.aten._unsafe_view(tensor, tensor.shape) if tensor.requires_grad else tensor
+                    for tensor in _as_tuple(inputs))
+    return entered[0] if torch.is_tensor(inputs) else entered
 
 
 def _as_tuple(tensors: Tensors) -> tuple[torch.Tensor, ...]:

@@ -14,6 +14,9 @@ from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from .partition import cut, plan_stages
 from .program.placement import DOWN, Placement
 
+_SHOWN = ("forward_funcs", "seed_layers", "micro_offset", "_local_start", "_local_stop", "is_checkpointable_results")
+"""The attributes of a module that are those of one stage while it is shown."""
+
 
 class PRTPipelineModule(PipelineModule):
     """A PipelineModule cut into ``num_stages * reuse`` stages, of which each rank builds ``reuse``.
@@ -135,30 +138,35 @@ class PRTPipelineModule(PipelineModule):
             self.tied_modules[f"{spec.key}@{layer_id}"] = module
         return module if spec.forward_fn is None else partial(spec.forward_fn, module)
 
-    def show(self, stage: int, micro_offset: int = 0) -> dict[str, Any]:
+    def show(self, stage: int, micro_offset: int = 0) -> None:
         """Expose one stage to ``forward()``, and to the recomputation of checkpointed activations in a backward.
 
         Args:
             stage: one of this rank's stages.
             micro_offset: how many micro-batches came before this one, which seeds the layers under ``seed_layers``.
-
-        Returns:
-            The attributes of this module to restore afterwards.
         """
-        start, stop = self._ranges[stage]
-        functions = self.forward_funcs[start:stop]
-        shown = {"forward_funcs": functions, "_local_start": self.parts[stage], "_local_stop": self.parts[stage + 1],
-                 "is_checkpointable_results": self._checkpointable.get(stage, []), "micro_offset": micro_offset}
-        if self.seed_layers:
-            # The parent would seed by the place in the stage; the seed has to be that of an uncut rank.
-            shown["forward_funcs"] = [partial(self._seed_and_call, function, layer_id, micro_offset)
-                                      for function, layer_id in zip(functions, self.layer_ids[start:stop], strict=True)]
-            shown["seed_layers"] = False
         # Past nn.Module.__setattr__, which would be a good part of the cost of a small stage.
         attributes = self.__dict__
-        saved = {name: attributes[name] for name in shown}
-        attributes.update(shown)
-        return saved
+        whole: dict[str, Any] = attributes.setdefault("_whole", {})
+        if not whole:
+            whole.update((name, attributes[name]) for name in _SHOWN)
+        start, stop = self._ranges[stage]
+        functions = whole["forward_funcs"][start:stop]
+        if whole["seed_layers"]:
+            # The parent would seed by the place in the stage; the seed has to be that of an uncut rank.
+            functions = [partial(self._seed_and_call, function, layer_id, micro_offset)
+                         for function, layer_id in zip(functions, self.layer_ids[start:stop], strict=True)]
+        attributes["forward_funcs"] = functions
+        attributes["seed_layers"] = False
+        attributes["micro_offset"] = micro_offset
+        attributes["_local_start"], attributes["_local_stop"] = self.parts[stage], self.parts[stage + 1]
+        attributes["is_checkpointable_results"] = self._checkpointable.get(stage, [])
+
+    def hide(self) -> None:
+        """Be the module of all stages again, after any number of :meth:`show`."""
+        whole = self.__dict__.get("_whole", {})
+        self.__dict__.update(whole)
+        whole.clear()
 
     def _seed_and_call(self, function: Any, layer_id: int, micro_offset: int, inputs: Any) -> Any:
         """Run a layer with the seed that PipelineModule.forward() gives it with one stage a rank.

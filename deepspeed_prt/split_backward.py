@@ -293,17 +293,18 @@ class _Split(torch.autograd.Function):
         return None, of_input, None, None, None, None, None
 
 
-def accumulate(deferred: list[Deferred], prologue: Callable[[], None]) -> None:
+def accumulate(deferred: list[Deferred], prologue: Callable[[], None] | None = None) -> None:
     """Compute deferred weight gradients and accumulate them, each weight once, with all its hooks.
 
     Args:
         deferred: what the backward of one stage and micro-batch deferred.
-        prologue: to be called inside of the backward.
+        prologue: to be called inside of the backward, before anything else.
     """
     targets = {id(weight): weight for item in deferred for weight in item.weights}
 
     def gradients() -> list[Tensor]:
-        prologue()
+        if prologue is not None:
+            prologue()
         totals: dict[int, Tensor] = {}
         for item in deferred:
             for weight, gradient in zip(item.weights, item.compute(), strict=True):

@@ -95,6 +95,7 @@ class World:
         """End the processes."""
         for process in self._processes:
             process.kill()
+        for process in self._processes:
             process.join()
 
 
