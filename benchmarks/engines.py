@@ -44,13 +44,18 @@ def build(work: Work, micro_batches: int, dualpipev: bool = False,
 
 
 def predict(engine: Any, emulation: Emulation) -> dict[str, float]:
-    """What the simulator says of the very program that a PRT engine runs."""
+    """What the simulator says of the very program that a PRT engine runs, once it has measured a batch.
+
+    ``predicted_ratio`` is with the costs that the engine measured, ``planned_ratio`` with those that the layers are set
+    to and no time for anything else.
+    """
     program = engine._train_schedule().program
     placement = program.placement
     costs = Costs.uniform(placement, emulation.forward_ms, emulation.input_grad_ms, emulation.weight_grad_ms,
                           emulation.latency_ms)
     ideal = ideal_time(placement, program.micro_batches, costs)
     return {
-        "predicted_ratio": simulate(program, costs).makespan / ideal,
+        "planned_ratio": simulate(program, costs).makespan / ideal,
+        "predicted_ratio": simulate(program, engine.measured_costs).makespan / ideal,
         "planned_peak_in_flight": max(program.peak_in_flight(rank) for rank in range(placement.ranks)),
     }

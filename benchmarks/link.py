@@ -2,8 +2,8 @@
 
 Each message carries the time at which it was sent, and the receiver's wait returns no earlier than the latency after
 that. So the sender is not held up, a message may be under way while its receiver computes, and messages do not queue
-behind each other. It sits below all contenders, in the four functions that torch, DeepSpeed and deepspeed_prt all send
-with. The clock is the machine's, so all ranks have to be on one.
+behind each other. It sits below all contenders, in the two methods of a process group that torch, DeepSpeed and
+deepspeed_prt all send and receive with. The clock is the machine's, so all ranks have to be on one.
 """
 
 import time
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 _STAMP_BYTES = 8
 
@@ -24,36 +23,21 @@ def emulated_link(latency_s: float) -> Iterator[None]:
     if latency_s == 0:
         yield
         return
-    real = {name: getattr(dist, name) for name in ("isend", "irecv", "send", "recv")}
+    real_send, real_recv = dist.ProcessGroup.send, dist.ProcessGroup.recv
 
-    def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> dist.Work:
-        return real["isend"](_stamped(tensor), *args, **kwargs)
+    def send(group: dist.ProcessGroup, tensors: list[torch.Tensor], *args: Any) -> dist.Work:
+        return real_send(group, [_stamped(tensors[0])], *args)
 
-    def send(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        real["send"](_stamped(tensor), *args, **kwargs)
-
-    def irecv(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> _Arrival:
-        arrival = _Arrival(tensor, latency_s)
-        arrival.work = real["irecv"](arrival.message, *args, **kwargs)
+    def recv(group: dist.ProcessGroup, tensors: list[torch.Tensor], *args: Any) -> _Arrival:
+        arrival = _Arrival(tensors[0], latency_s)
+        arrival.work = real_recv(group, [arrival.message], *args)
         return arrival
 
-    def recv(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> int:
-        arrival = _Arrival(tensor, latency_s)
-        source = real["recv"](arrival.message, *args, **kwargs)
-        arrival.unpack()
-        return source
-
+    dist.ProcessGroup.send, dist.ProcessGroup.recv = send, recv
     try:
-        _install({"isend": isend, "irecv": irecv, "send": send, "recv": recv})
         yield
     finally:
-        _install(real)
-
-
-def _install(functions: dict[str, Any]) -> None:
-    for module in (dist, distributed_c10d):
-        for name, function in functions.items():
-            setattr(module, name, function)
+        dist.ProcessGroup.send, dist.ProcessGroup.recv = real_send, real_recv
 
 
 class _Arrival:
@@ -71,10 +55,10 @@ class _Arrival:
         """As a Work's; it may be called again."""
         if not self._is_unpacked:
             self.work.wait()
-            self.unpack()
+            self._unpack()
         return True
 
-    def unpack(self) -> None:
+    def _unpack(self) -> None:
         """Wait until the message counts as arrived, and put it where it was wanted."""
         sent = self.message[-_STAMP_BYTES:].clone().view(torch.float64).item()
         time.sleep(max(0.0, sent + self._latency_s - time.monotonic()))

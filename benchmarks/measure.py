@@ -32,9 +32,9 @@ def measure(contender: Contender, setting: Emulation | Reviews, micro_batches: i
         else:
             from . import engines
             step, engine = engines.build(work, micro_batches, **contender.options)
-            if is_emulated and contender.is_ours:
-                report = engines.predict(engine, setting)
         losses = [step() for _ in range(warm_up)]
+        if is_emulated and contender.is_ours:
+            report = engines.predict(engine, setting)
         gc.collect()
         if is_emulated:
             DEVICE.start()

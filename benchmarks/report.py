@@ -18,9 +18,9 @@ def blank_row(contender: Contender, micro_batches: int, refused: str | None = No
     """A row with every key."""
     return {"contender": contender.name, "micro_batches": micro_batches, "refused": refused,
             **dict.fromkeys(("ratio", "step_ms", "median_ms", "steps_ms", "over_best_peer", "over_baseline",
-                             "predicted_ratio", "deviation_percent", "peak_in_flight", "peak_in_flight_min",
-                             "planned_peak_in_flight", "peak_activation_bytes", "slept_ms", "slept_ms_min", "cpu_ms",
-                             "losses", "last_loss", "loss_difference"))}
+                             "planned_ratio", "predicted_ratio", "deviation_percent", "peak_in_flight",
+                             "peak_in_flight_min", "planned_peak_in_flight", "peak_activation_bytes", "slept_ms",
+                             "slept_ms_min", "cpu_ms", "losses", "last_loss", "loss_difference"))}
 
 
 def timed_row(contender: Contender, micro_batches: int, results: Sequence[dict[str, Any]], ideal_ms: float,
@@ -44,7 +44,7 @@ def emulated_row(contender: Contender, micro_batches: int, results: Sequence[dic
             "slept_ms": max(slept), "slept_ms_min": min(slept),
             "cpu_ms": max(result["cpu_ms"] for result in results)}
     if "predicted_ratio" in results[0]:
-        row |= {key: results[0][key] for key in ("predicted_ratio", "planned_peak_in_flight")}
+        row |= {key: results[0][key] for key in ("planned_ratio", "predicted_ratio", "planned_peak_in_flight")}
         row["deviation_percent"] = 100 * (row["predicted_ratio"] / row["ratio"] - 1)
     return row
 
@@ -74,6 +74,7 @@ _TIMES = (
     _Column("to ideal", "ratio", "{:.3f}"),
     _Column("best peer", "over_best_peer", "x {:.3f}"),
     _Column("DS 1F1B", "over_baseline", "x {:.3f}"),
+    _Column("planned", "planned_ratio", "{:.3f}"),
     _Column("predicted", "predicted_ratio", "{:.3f}"),
     _Column("off by", "deviation_percent", "{:+.1f} %"),
 )

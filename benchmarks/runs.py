@@ -12,8 +12,8 @@ from .measure import layers_alone, measure
 from .report import Row, blank_row, compare, emulated_row, timed_row
 from .settings import Emulation, Reviews
 
-WARM_UP_EMULATED, WARM_UP_REAL = 1, 3
-"""Steps left out of the timings: shapes are agreed and memory is allocated in the first ones."""
+WARM_UP_EMULATED, WARM_UP_REAL = 3, 4
+"""Steps left out of the timings: in the first ones shapes are agreed, memory is allocated, and costs are measured."""
 
 Announce = Callable[[str], None]
 """Called with who runs next."""

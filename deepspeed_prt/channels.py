@@ -105,16 +105,22 @@ class Channels:
         self._sending = _Sending(pollable=device.type != "cpu")
 
     def _open(self, source: int, target: int, grid: PipelineParallelGrid) -> None:
-        """Make a channel in every pipe."""
+        """Make a channel in every pipe; a collective over the world."""
+        is_shared = dist.get_backend(grid.pp_proc_group) == "gloo"
         for ranks in grid.pipe_groups:
-            is_shared = dist.get_backend(grid.pp_proc_group) == "gloo"
             group = grid.pp_proc_group if is_shared else dist.new_group([ranks[source], ranks[target]])
-            if list(ranks) != list(grid.pp_group):
+            if list(ranks) != list(grid.pp_group) or grid.stage_id not in (source, target):
                 continue
-            if grid.stage_id == source:
-                self._outgoing[target] = _End(group, dist.get_group_rank(group, ranks[target]))
-            elif grid.stage_id == target:
-                self._incoming[source] = _End(group, dist.get_group_rank(group, ranks[source]))
+            is_source = grid.stage_id == source
+            end = _End(group, dist.get_group_rank(group, ranks[target if is_source else source]))
+            if is_source:
+                self._outgoing[target] = end
+            else:
+                self._incoming[source] = end
+            if not is_shared:
+                # NCCL connects at the first message, for which each end waits; later, ranks would wait in a circle.
+                greeting = torch.zeros(1, device=self._device)
+                (group.send if is_source else group.recv)([greeting], end.peer, 0).wait()
 
     def forget(self, mode: str | None = None) -> None:
         """Agree on shapes anew, in one mode (``"train"`` or ``"eval"``) or in all."""

@@ -58,6 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--input-grad-ms", type=float, default=1.0, help="time of the input gradients")
     plan.add_argument("--weight-grad-ms", type=float, default=1.0, help="time of the weight gradients")
     plan.add_argument("--latency-ms", type=float, default=0.0, help="time of a message between ranks")
+    plan.add_argument("--transfer-ms", type=float, default=0.0,
+                      help="time that a message occupies its link besides: its bytes over the bandwidth")
+    plan.add_argument("--optimizer-ms", type=float, default=0.0, help="time of the optimizer step")
     plan.add_argument("--max-in-flight", type=float, default=None,
                       help="cap on a rank's activations, in micro-batches; by default the number of ranks")
     plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -69,7 +72,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _plan(options: argparse.Namespace) -> int:
     placement = Placement(options.placement, options.ranks, options.reuse, options.direction)
-    times = options.forward_ms, options.input_grad_ms, options.weight_grad_ms, options.latency_ms
+    times = options.forward_ms, options.input_grad_ms, options.weight_grad_ms, options.latency_ms, \
+        options.transfer_ms, options.optimizer_ms
     costs = Costs.uniform(placement, *times)
     split = _SPLIT[options.split_backward]
     program = program_from(options.schedule, placement, options.micro_batches, options.max_in_flight, costs, split)

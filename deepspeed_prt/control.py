@@ -70,6 +70,12 @@ class Control:
         dist.all_gather_object(values, value, group=self.pipe_group)
         return values
 
+    def share(self, value: object) -> Any:
+        """What the first rank of the world has to say; a collective over the world."""
+        values = [value]
+        dist.broadcast_object_list(values, 0, group=self._world)
+        return values[0]
+
     def send(self, payload: bytes, pipe_rank: int) -> None:
         """Send bytes to another rank of the pipe; waits until they are there."""
         target = self.pipe_ranks[pipe_rank]

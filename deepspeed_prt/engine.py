@@ -26,8 +26,10 @@ from .config import PRTConfig, read_section
 from .control import Control
 from .errors import PoisonedMessage, PRTConfigError, PRTError
 from .gradients import add_shared_gradients, fill_missing_gradients, reduce_tied_gradients
+from .loading import LoadingAhead
 from .migration import migrate
 from .module import PRTPipelineModule
+from .profile import Measurement, Profile, measured_costs
 from .program.costs import Costs
 from .program.placement import DOWN, Placement
 from .program.program import Program, forward_only
@@ -41,6 +43,15 @@ _LAYOUT = "prt_layout"
 """The key of a checkpoint under which each rank's layers stand."""
 
 _NOTHING = nullcontext()
+
+_MEASURED = range(1, 3)
+"""The batches that are measured; shapes are agreed and memory is allocated in the first one."""
+
+_TRIALS, _TRIED_VISITS = 100, 100_000
+"""How many variations of schedules to try, and of how many (stage, micro-batch) pairs at most in all: seconds."""
+
+_GAIN = 0.01
+"""The part of a step that another order has to save."""
 
 Tensors: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
 
@@ -68,6 +79,8 @@ class PRTPipelineEngine(PipelineEngine):
     _active_stage: int | None = None
     _last_stage_rank: int | None = None
     _is_plain = False
+    measured_costs: Costs | None = None
+    """What the stages take, in milliseconds, once a batch has been measured."""
     _wants_optimizer_states = False
 
     def __init__(self, *args: Any, model: PRTPipelineModule, config_class: Any, optimizer: Any = None,
@@ -107,6 +120,10 @@ class PRTPipelineEngine(PipelineEngine):
         self._shared_gradients: dict[tuple[int, int], torch.Tensor | None] = {}
         self._tied_again = model.tied_weights_used_again()
         self._split_backward = SplitBackward()
+        self._loading_ahead = None if self.device.type == "cpu" else LoadingAhead(self.device)
+        self._trained_batches = 0
+        self._measured = Profile(self.device)
+        self._profile: Profile | None = None
         for key in ("grads", "losses", "receives", "deferred"):
             self.pipe_buffers[key] = []
         if self.global_rank == 0:
@@ -119,7 +136,8 @@ class PRTPipelineEngine(PipelineEngine):
         """The verified training program."""
         if micro_batches not in self._programs:
             self._programs[micro_batches] = program_from(self._section.schedule, self.placement, micro_batches,
-                                                         self._section.max_in_flight, split=self._section.split)
+                                                         self._section.max_in_flight, self.measured_costs,
+                                                         self._section.split)
         return self._programs[micro_batches]
 
     def _train_schedule(self) -> PRTSchedule:
@@ -221,7 +239,38 @@ class PRTPipelineEngine(PipelineEngine):
             RankFailedError: another rank failed inside the batch; no rank has stepped.
         """
         self._mode = "train"
-        return super().train_batch(data_iter)
+        is_measured = self.num_stages > 1 and self._trained_batches in _MEASURED
+        self._profile = self._measured if is_measured else None
+        loss = super().train_batch(data_iter)
+        self._profile = None
+        self._trained_batches += 1
+        if self.num_stages > 1 and self._trained_batches == _MEASURED.stop:
+            self._plan_again(self._measured.measurement())
+        return loss
+
+    def _plan_again(self, measurement: Measurement) -> None:
+        """From what a batch took, choose anew among the orders; a collective over the world.
+
+        The first rank chooses for all. Placement stays, and with it what each rank computes.
+        """
+        program = self._schedule.program
+        measurements = self._control.gather(measurement)
+        chosen = None
+        if self.global_rank == 0:
+            costs = measured_costs(program, measurements)
+            if self._section.schedule == "auto":
+                trials = min(_TRIALS, _TRIED_VISITS // (self.placement.stages * self.micro_batches))
+                better = program_from("auto", self.placement, self.micro_batches, self._section.max_in_flight, costs,
+                                      self._section.split, trials)
+                before, after = (simulate(candidate, costs).makespan for candidate in (program, better))
+                if after < before * (1 - _GAIN):
+                    program = better
+                    print(f"deepspeed_prt: changed to schedule {better.schedule} with {_describe_costs(costs)}; "
+                          f"predicted step {before:.1f} -> {after:.1f} ms", flush=True)
+            chosen = costs, program
+        self.measured_costs, program = self._control.share(chosen)
+        self._programs = {self.micro_batches: program}
+        self._schedules = {key: listed for key, listed in self._schedules.items() if key[1]}
 
     def eval_batch(self, data_iter: Any, return_logits: bool = False, compute_loss: bool = True,
                    reduce_output: str | None = 'avg', bcast_loss: bool = True,
@@ -287,6 +336,8 @@ class PRTPipelineEngine(PipelineEngine):
             except Exception as error:
                 failure = error
             self._control.agree(failure, "reading a batch")
+            if self._profile is not None:
+                self._profile.start_batch()
             handlers = self._INSTRUCTION_MAP
             closing = []
             with self._splitting_backwards():
@@ -303,6 +354,8 @@ class PRTPipelineEngine(PipelineEngine):
                         self._finish_without_computing(instruction)
             if closing:
                 self._replicas.start(None, failed=failure is not None)
+            if self._profile is not None:
+                self._profile.finish_batch()
             self._channels.flush()
             self._lacking_somewhere = self._control.agree(failure, f"computing {self._mode} batch {self.global_steps}",
                                                           failed_at, flag=self._replicas.lacks_gradients)
@@ -313,6 +366,8 @@ class PRTPipelineEngine(PipelineEngine):
             self._leave()
             self.module.micro_offset = micro_offset + pipe_schedule.micro_batches
             self._batch = []
+            if self._loading_ahead is not None:
+                self._loading_ahead.forget()
         if closing and self.placement.pipes == 2:
             self._share_losses(pipe_schedule.micro_batches)
         self._collect_losses()
@@ -331,7 +386,21 @@ class PRTPipelineEngine(PipelineEngine):
             self._last_stage_rank = last_stage_rank
 
     def _next_batch(self) -> Any:
-        return self._batch[self._loading]
+        """What the parent loads; on the device already, if that is not the CPU."""
+        stage, micro_batch = self._loading
+        if self._loading_ahead is None:
+            return self._batch[micro_batch]
+        self._loading_ahead.start((stage, micro_batch), self._needed(stage, micro_batch))
+        needed = self._loading_ahead.take((stage, micro_batch))
+        following = micro_batch + self.placement.pipes
+        if following < len(self._batch):
+            self._loading_ahead.start((stage, following), self._needed(stage, following))
+        return needed
+
+    def _needed(self, stage: int, micro_batch: int) -> tuple[Any, Any]:
+        """Of inputs and labels, those that a stage uses."""
+        batch = self._batch[micro_batch]
+        return batch[0] if stage == 0 else None, batch[1] if stage == self._last_stage else None
 
     def _share_losses(self, micro_batches: int) -> None:
         """Bring the losses that the last stages of the two pipes computed together, on both their ranks."""
@@ -371,13 +440,17 @@ class PRTPipelineEngine(PipelineEngine):
     # Instructions
 
     def _exec_load_micro_batch(self, buffer_id: int, stage: int, micro_batch: int) -> None:
-        self._loading = micro_batch
+        self._loading = stage, micro_batch
         self._enter(stage, micro_batch)
         super()._exec_load_micro_batch(buffer_id)
 
     def _exec_forward_pass(self, buffer_id: int, stage: int, micro_batch: int) -> None:
         buffers = self.pipe_buffers
+        if self._profile is not None:
+            self._profile.end()
         inputs = self._take_inputs(buffer_id, stage, micro_batch)
+        if self._profile is not None:
+            self._profile.begin("F", stage)
         self._enter(stage, micro_batch)
         outputs = self.module(inputs) if self._is_plain else DeepSpeedEngine.forward(self, inputs)
         # Activation checkpointing keeps state of a training forward, which evaluation has no use for.
@@ -451,8 +524,12 @@ class PRTPipelineEngine(PipelineEngine):
         buffers = self.pipe_buffers
         output: _Output | None = buffers['output_tensors'][buffer_id]
         gradients = buffers['grads'][buffer_id]
+        if self._profile is not None:
+            self._profile.end()
         if isinstance(gradients, Receive):
             gradients = self._channels.wait(gradients, self._rank_of(stage + 1, micro_batch))
+        if self._profile is not None:
+            self._profile.begin("I", stage)
         separate = self._separate_gradients(stage) if stage in self._tied_again else _NOTHING
         buffers['deferred'][buffer_id] = self._split_backward.collect()
         self._enter(stage, micro_batch)
@@ -475,6 +552,8 @@ class PRTPipelineEngine(PipelineEngine):
             buffers['grads'][self._schedule.buffer_of(stage - 1, micro_batch)] = _gradients(inputs)
 
     def _exec_weight_grad_pass(self, buffer_id: int, stage: int, micro_batch: int) -> None:
+        if self._profile is not None:
+            self._profile.begin("W", stage)
         deferred: list[Deferred] = self.pipe_buffers['deferred'][buffer_id]
         self.pipe_buffers['deferred'][buffer_id] = None
         if deferred:
@@ -657,6 +736,9 @@ class PRTPipelineEngine(PipelineEngine):
             slots[:] = [None] * len(slots)
         self._losses.clear()
         self._shared_gradients.clear()
+        if self._profile is not None:
+            self._profile.forget_batch()
+            self._profile = None
         self._replicas.discard()
         self.loss = None
         if self._mode == "train" and self.optimizer is not None:
@@ -709,6 +791,12 @@ def _gradients(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _parts(loss: Any) -> list[torch.Tensor]:
     """A loss, a tensor or several, as several."""
     return [loss] if torch.is_tensor(loss) else list(loss)
+
+
+def _describe_costs(costs: Costs) -> str:
+    """Costs in words, without those of every stage."""
+    mean = [sum(times) / len(times) for times in (costs.forward, costs.input_grad, costs.weight_grad)]
+    return "F {:.1f}, I {:.1f}, W {:.1f} ms a stage and {:.1f} ms a message".format(*mean, costs.latency)
 
 
 def _detach(loss: Any) -> Any:

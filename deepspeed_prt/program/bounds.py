@@ -6,7 +6,7 @@ from .placement import Placement
 
 def ideal_time(placement: Placement, micro_batches: int, costs: Costs) -> float:
     """The time of a step without any bubble: the work of the busiest rank."""
-    return max(_work(rank, placement, micro_batches, costs) for rank in range(placement.ranks))
+    return max(_work(rank, placement, micro_batches, costs) for rank in range(placement.ranks)) + costs.optimizer
 
 
 def _work(rank: int, placement: Placement, micro_batches: int, costs: Costs) -> float:
@@ -29,7 +29,7 @@ def lower_bound(placement: Placement, micro_batches: int, costs: Costs, split: b
     arrival = [0.0]
     departure = [0.0]
     for stage in range(placement.stages):
-        hop = costs.latency * placement.is_remote(stage + 1)
+        hop = costs.hop * placement.is_remote(stage + 1)
         arrival.append(arrival[-1] + costs.forward[stage] + hop)
         departure.append(departure[-1] + (costs.input_grad if split else costs.backward)[stage] + hop)
     pipes = range(min(placement.pipes, micro_batches))
@@ -40,4 +40,4 @@ def lower_bound(placement: Placement, micro_batches: int, costs: Costs, split: b
         tail = 0.0 if split else min(departure[stage] for stage in first_stages)
         bound = max(bound, head + _work(rank, placement, micro_batches, costs) + tail)
     last_weight_grad = costs.weight_grad[0] if split else 0.0
-    return max(bound, arrival[-1] + departure[-1] + last_weight_grad)
+    return max(bound, arrival[-1] + departure[-1] + last_weight_grad) + costs.optimizer

@@ -17,7 +17,7 @@ def default_cap(schedule: str, ranks: int, micro_batches: int) -> float:
 
 
 def build(schedule: str, placement: Placement, micro_batches: int, max_in_flight: float | None = None,
-          costs: Costs | None = None, split: bool | None = None) -> Program:
+          costs: Costs | None = None, split: bool | None = None, trials: int = 0) -> Program:
     """Make the program of a named schedule.
 
     Args:
@@ -27,6 +27,7 @@ def build(schedule: str, placement: Placement, micro_batches: int, max_in_flight
         max_in_flight: cap on the activations of a rank, in micro-batches of a whole rank; see :func:`default_cap`.
         costs: what orders that depend on costs assume; by default equal stages with F = I = W.
         split: split the backwards (True), keep them whole (False), or as the schedule has it (None).
+        trials: of ``"auto"``; see :func:`~deepspeed_prt.program.search.search`.
 
     Raises:
         ValueError: unknown schedule, no micro-batch, a cap that the schedule cannot keep, or a schedule that splits
@@ -39,7 +40,7 @@ def build(schedule: str, placement: Placement, micro_batches: int, max_in_flight
     cap = default_cap(schedule, placement.ranks, micro_batches) if max_in_flight is None else max_in_flight
     costs = costs or Costs.uniform(placement)
     if schedule == "auto":
-        return search(placement, micro_batches, cap, costs, split)
+        return search(placement, micro_batches, cap, costs, split, trials)
     named = ORDERS[schedule]
     if named.is_split and split is False:
         raise ValueError(f"schedule {schedule!r} splits the backward, which split_backward false forbids; leave "

@@ -11,21 +11,25 @@ from .placement import Placement
 class Costs:
     """Times of one micro-batch, per stage, and of a message; any unit, the same everywhere.
 
-    ``backward``, the time of a whole backward, is the sum of its two halves.
+    ``backward``, the time of a whole backward, is the sum of its two halves. A message occupies its channel for
+    ``transfer`` (its bytes over the bandwidth) and arrives ``latency`` after that. ``optimizer`` is each rank's time
+    from its last action to the end of the step; as all ranks have it, it changes no order.
     """
 
     forward: tuple[float, ...]
     input_grad: tuple[float, ...]
     weight_grad: tuple[float, ...]
     latency: float = 0.0
+    transfer: float = 0.0
+    optimizer: float = 0.0
 
     @classmethod
     def uniform(cls, placement: Placement, forward: float = 1.0, input_grad: float = 1.0, weight_grad: float = 1.0,
-                latency: float = 0.0) -> "Costs":
+                latency: float = 0.0, transfer: float = 0.0, optimizer: float = 0.0) -> "Costs":
         """Costs of equal stages from those of one micro-batch through all stages of one rank."""
         stages = placement.stages
         return cls((forward / placement.reuse, ) * stages, (input_grad / placement.reuse, ) * stages,
-                   (weight_grad / placement.reuse, ) * stages, latency)
+                   (weight_grad / placement.reuse, ) * stages, latency, transfer, optimizer)
 
     @cached_property
     def backward(self) -> tuple[float, ...]:
@@ -36,6 +40,11 @@ class Costs:
     def by_kind(self) -> dict[str, tuple[float, ...]]:
         """Times by kind of compute action, per stage."""
         return {"F": self.forward, "B": self.backward, "I": self.input_grad, "W": self.weight_grad}
+
+    @property
+    def hop(self) -> float:
+        """The time from a send to its arrival on a free channel."""
+        return self.latency + self.transfer
 
     def of(self, action: Action) -> float:
         """The time that a compute action takes."""

@@ -1,6 +1,7 @@
 """The simulator: gives a program's actions times.
 
-Sends and receives take no time of their rank (they are asynchronous); a message arrives ``latency`` after it was sent.
+Sends and receives take no time of their rank (they are asynchronous). A message waits until its channel is free,
+occupies it for ``transfer`` and arrives ``latency`` later.
 """
 
 from collections import Counter, deque
@@ -28,16 +29,17 @@ class Timeline:
 
     spans: tuple[tuple[Span, ...], ...]
     messages: dict[tuple[int, int], int]
+    optimizer: float = 0.0
 
     @cached_property
     def makespan(self) -> float:
-        """From the first action's start to the last one's end."""
-        return max((row[-1].end for row in self.spans if row), default=0.0)
+        """From the first action's start to the end of the last rank's optimizer step."""
+        return max((row[-1].end for row in self.spans if row), default=0.0) + self.optimizer
 
     @cached_property
     def busy(self) -> float:
         """The work of all ranks together."""
-        return sum(span.end - span.start for row in self.spans for span in row)
+        return sum(span.end - span.start for row in self.spans for span in row) + len(self.spans) * self.optimizer
 
     @cached_property
     def bubble_fraction(self) -> float:
@@ -61,6 +63,7 @@ def simulate(program: Program, costs: Costs) -> Timeline:
     clock = [0.0] * len(rows)
     spans: list[list[Span]] = [[] for _ in rows]
     arrival: dict[Action, float] = {}
+    free: dict[tuple[int, int], float] = {}
     waiting: dict[Action, int] = {}
     messages: Counter[tuple[int, int]] = Counter()
     runnable = deque(range(len(rows)))
@@ -74,8 +77,10 @@ def simulate(program: Program, costs: Costs) -> Timeline:
             kind = action.kind
             if kind in (SEND_F, SEND_B):
                 arrived = counterpart(action)
-                arrival[arrived] = now + costs.latency
-                messages[rank, peer_of(action, placement)] += 1
+                channel = rank, peer_of(action, placement)
+                free[channel] = max(now, free.get(channel, 0.0)) + costs.transfer
+                arrival[arrived] = free[channel] + costs.latency
+                messages[channel] += 1
                 if arrived in waiting:
                     runnable.append(waiting.pop(arrived))
             elif action.is_compute:
@@ -94,4 +99,4 @@ def simulate(program: Program, costs: Costs) -> Timeline:
     if waiting:
         stuck = ", ".join(f"rank {rank} for {recv}" for recv, rank in waiting.items())
         raise DeadlockError(f"ranks wait for messages that are never sent: {stuck}")
-    return Timeline(tuple(map(tuple, spans)), dict(messages))
+    return Timeline(tuple(map(tuple, spans)), dict(messages), costs.optimizer)

@@ -15,7 +15,7 @@ from .verifier import verify
 
 
 def program_from(schedule: str, placement: Placement, micro_batches: int, max_in_flight: float | None = None,
-                 costs: Costs | None = None, split: bool | None = None) -> Program:
+                 costs: Costs | None = None, split: bool | None = None, trials: int = 0) -> Program:
     """Make and verify the program that ``schedule`` stands for.
 
     Args:
@@ -26,6 +26,7 @@ def program_from(schedule: str, placement: Placement, micro_batches: int, max_in
         max_in_flight: cap on a rank's activations; see :func:`~deepspeed_prt.program.build.default_cap`.
         costs: what orders that depend on costs assume; see :func:`~deepspeed_prt.program.build.build`.
         split: split the backwards (True), keep them whole (False), or as the schedule has it (None).
+        trials: of ``"auto"``; see :func:`~deepspeed_prt.program.search.search`.
 
     Raises:
         ValueError: there is no such schedule, or it cannot be made for these sizes.
@@ -42,7 +43,7 @@ def program_from(schedule: str, placement: Placement, micro_batches: int, max_in
             raise ValueError(f"schedule {schedule!r} splits the backward, which split_backward false forbids; leave "
                              "split_backward out or write B instead of I and W")
     else:
-        program = build(schedule, placement, micro_batches, max_in_flight, costs, split)
+        program = build(schedule, placement, micro_batches, max_in_flight, costs, split, trials)
     verify(program)
     return program
 

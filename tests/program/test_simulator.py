@@ -52,6 +52,20 @@ def test_unequal_stages():
                                "1F0@1-4 1B0@4-6 1F1@6-9 1B1@9-11"]
 
 
+def test_messages_of_a_channel_queue_for_its_bandwidth():
+    """Three activations leave rank 0 at 1, 2 and 3; each takes 1.5 and arrives 0.5 later: at 3, 4.5 and 6."""
+    costs = Costs.uniform(TWO, latency=0.5, transfer=1.5)
+    timeline = simulate(build("gpipe", TWO, 3), costs)
+    assert [span.start for span in timeline.spans[1] if span.action.kind == "F"] == [3, 4.5, 6]
+
+
+def test_the_optimizer_step_comes_last():
+    without, with_it = (simulate(build("1f1b", TWO, 2), Costs.uniform(TWO, optimizer=time)) for time in (0, 4))
+    assert with_it.spans == without.spans
+    assert with_it.makespan == without.makespan + 4
+    assert with_it.busy == without.busy + 8
+
+
 def test_turning_points_of_a_wave_cost_no_latency():
     wave = Placement("wave", 2, 2)
     timeline = simulate(build("interleaved_1f1b", wave, 1), Costs.uniform(wave, 2, 2, 2, latency=10))

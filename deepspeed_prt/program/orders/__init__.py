@@ -34,23 +34,24 @@ def _everything(ranks: int, micro_batches: int) -> float:
 class Schedule:
     """A named compute order.
 
-    ``is_split`` tells whether its backwards are split; ``default_cap`` gives, from p and m, the activations that a
-    rank may hold when the user sets no ``max_in_flight``.
+    ``is_split`` tells whether its backwards are split, ``uses_costs`` whether the order depends on costs;
+    ``default_cap`` gives, from p and m, the activations that a rank may hold when the user sets no ``max_in_flight``.
     """
 
     order: Order
     is_split: bool = False
+    uses_costs: bool = False
     default_cap: Callable[[int, int], float] = _one_each
 
 
 ORDERS: dict[str, Schedule] = {
     "1f1b": Schedule(one_f_one_b),
     "interleaved_1f1b": Schedule(interleaved_1f1b),
-    "backward_first": Schedule(backward_first),
+    "backward_first": Schedule(backward_first, uses_costs=True),
     "breadth_first": Schedule(breadth_first, default_cap=_everything),
     "gpipe": Schedule(gpipe, default_cap=_everything),
-    "zero_bubble": Schedule(zero_bubble, is_split=True),
-    "zbv": Schedule(zbv, is_split=True),
-    "half_memory": Schedule(half_memory, is_split=True, default_cap=half_memory_cap),
-    "third_memory": Schedule(third_memory, is_split=True, default_cap=third_memory_cap),
+    "zero_bubble": Schedule(zero_bubble, is_split=True, uses_costs=True),
+    "zbv": Schedule(zbv, is_split=True, uses_costs=True),
+    "half_memory": Schedule(half_memory, is_split=True, uses_costs=True, default_cap=half_memory_cap),
+    "third_memory": Schedule(third_memory, is_split=True, uses_costs=True, default_cap=third_memory_cap),
 }

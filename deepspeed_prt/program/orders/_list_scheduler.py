@@ -3,9 +3,10 @@
 Its rows cannot deadlock, since they were executed once, with times, to make them.
 """
 
+import random
 from bisect import bisect_right, insort
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import ceil
 
@@ -56,6 +57,26 @@ def best_of_groups(placement: Placement, micro_batches: int, max_in_flight: floa
     return best.rows
 
 
+def varied_schedule(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs, split: bool,
+                    seed: int) -> tuple[Row, ...] | None:
+    """One list schedule for slightly wrong costs and a group drawn by ``seed``; None where that gives none.
+
+    A list scheduler decides by what comes first, however little before; wrong by some percent, it decides otherwise.
+    """
+    draw = random.Random(seed)
+    spread = draw.choice((0.01, 0.03, 0.1))
+
+    def vary(times: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(time * draw.uniform(1 - spread, 1 + spread) for time in times)
+
+    latency = costs.latency * draw.choice((0.0, 0.0, 0.1, 0.3, 1.0))
+    assumed = replace(costs, forward=vary(costs.forward), input_grad=vary(costs.input_grad),
+                      weight_grad=vary(costs.weight_grad), latency=latency)
+    group = draw.choice(group_sizes(placement, micro_batches))
+    scheduled = list_schedule(placement, micro_batches, group, max_in_flight, assumed, split)
+    return None if scheduled is None else scheduled.rows
+
+
 def group_sizes(placement: Placement, micro_batches: int) -> list[int]:
     """p, its halves and every size up to 8, made equal over the batch, largest first."""
     halves = []
@@ -89,7 +110,7 @@ def list_schedule(placement: Placement, micro_batches: int, group: int, max_in_f
     kind_back: Kind = INPUT_GRAD if split else BACKWARD
     time_forward, time_weight = costs.forward, costs.weight_grad
     time_back = costs.input_grad if split else costs.backward
-    hop = [costs.latency * placement.is_remote(stage) for stage in range(stages + 1)]
+    hop = [costs.hop * placement.is_remote(stage) for stage in range(stages + 1)]
 
     ranks = range(placement.ranks)
     rows: list[list[Action]] = [[] for _ in ranks]

@@ -1,0 +1,93 @@
+"""Compare the engine with the stock one on GPUs; see gpu_check.sh.
+
+    benchmarks/gpu_check.sh                     # all of it
+    benchmarks/gpu_check.sh --ranks 2 --precision fp16
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+PRECISIONS = ("fp32", "bf16", "fp16")
+MODES: dict[str, dict[str, Any] | None] = {
+    "stock": None,
+    "reuse 2": {"reuse": 2},
+    "reuse 2, whole backward": {"reuse": 2, "split_backward": False},
+    "reuse 2, both directions": {"reuse": 2, "direction": "bidirectional"},
+}
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
+"""Relative, of losses: sums may be ordered otherwise, and kernels chosen by shape."""
+LIMIT_S = 120
+"""A run of all modes takes some 20 s; NCCL that cannot connect waits for ever."""
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="(default: 2 4)")
+    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="(default: all)")
+    parser.add_argument("--steps", type=int, default=5, help="batches of each run (default: %(default)s)")
+    parser.add_argument("--anyway", action="store_true", help="where there is no GPU, to try this script")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse_arguments()
+    import torch
+    devices = torch.cuda.device_count()
+    if not devices and not options.anyway:
+        print("gpu_check: there is no CUDA GPU here, nothing was checked")
+        return 0
+    console = Console(width=130)
+    has_failed = False
+    for ranks in options.ranks:
+        for precision in options.precision:
+            reports = run(ranks, precision, options.steps, devices)
+            if reports is None:
+                has_failed = True
+                continue
+            table = Table(title=f"{ranks} ranks on {devices or 'no'} GPU, {precision}")
+            for heading in ("mode", "last loss", "losses differ", "host waits a step", "peak MiB of each rank"):
+                table.add_column(heading)
+            stock = reports[0]["stock"]["losses"]
+            for mode in MODES:
+                difference = max(abs(mine - theirs) / abs(theirs)
+                                 for mine, theirs in zip(reports[0][mode]["losses"], stock, strict=True))
+                waits = max(report[mode]["waits"] for report in reports)
+                is_wrong = difference > TOLERANCE[precision] or (mode != "stock" and waits > 0)
+                has_failed |= is_wrong
+                table.add_row(mode, f"{reports[0][mode]['losses'][-1]:.6f}", f"{difference:.1e}", f"{waits}",
+                              " ".join(f"{report[mode]['peak_mib']:.1f}" for report in reports),
+                              style="red" if is_wrong else "")
+            console.print(table)
+    print("gpu_check:", "FAILED" if has_failed else "passed")
+    return int(has_failed)
+
+
+def run(ranks: int, precision: str, steps: int, devices: int) -> list[dict[str, Any]] | None:
+    """Every rank's report; None, and its output, if a rank fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--",
+                   str(Path(__file__).with_name("gpu_check_worker.py")), precision, str(steps), folder]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PRT_CHECK_DEVICES": str(devices)}
+        try:
+            result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+        except subprocess.TimeoutExpired as expired:
+            print(f"gpu_check: {ranks} ranks, {precision}: no end within {expired.timeout:g} s")
+            return None
+        if result.returncode:
+            print(f"gpu_check: {ranks} ranks, {precision} failed:\n{result.stdout[-2000:]}{result.stderr[-4000:]}")
+            return None
+        return [json.loads(Path(folder, f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

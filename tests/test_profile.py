@@ -1,0 +1,164 @@
+"""Costs measured in a batch, and the order chosen anew from them."""
+
+import copy
+import time
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+
+from deepspeed_prt.profile import Measurement, Profile, measured_costs
+from deepspeed_prt.program.build import build
+from deepspeed_prt.program.costs import Costs
+from deepspeed_prt.program.placement import Placement
+from deepspeed_prt.program.simulator import simulate
+
+from . import training
+from .training import Block, config
+
+
+class SlowBlock(Block):
+    """A block whose forward takes ``seconds``."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return super().forward(x)
+
+
+def plans(ranks: int, ds_config: dict[str, Any], seconds: list[float], batches: int = 5) -> dict[str, Any]:
+    """Train some batches of one slow block a stage; reports the program of each batch and what was measured."""
+    torch.manual_seed(1)
+    module = PipelineModule([LayerSpec(SlowBlock, duration) for duration in seconds], num_stages=ranks,
+                            loss_fn=training.mse, partition_method="uniform")
+    engine, *_ = deepspeed.initialize(model=module, config=copy.deepcopy(ds_config))
+    iterator = training.data("blocks", engine)
+    programs, losses = [], []
+    for _ in range(batches):
+        if ds_config.get("prt"):
+            program = engine._train_schedule().program
+            programs.append((program.schedule, program.rows))
+        losses.append(engine.train_batch(iterator).item())
+    return {"programs": programs, "losses": losses, "costs": getattr(engine, "measured_costs", None)}
+
+
+@pytest.mark.parametrize("direction", ["unidirectional", "bidirectional"])
+def test_all_ranks_measure_two_batches_and_go_on_alike(world, direction):
+    seconds = [0.0, 0.03, 0.0, 0.0]
+    prt = {"reuse": 2, "direction": direction}
+    first, *others = world(2).run(plans, 2, config(4, prt=prt), seconds)
+    for other in others:
+        assert other["costs"] == first["costs"]
+        assert other["programs"] == first["programs"]
+    assert first["programs"][0] == first["programs"][1] == first["programs"][2]
+    assert first["programs"][3] == first["programs"][4]
+    slowest = max(first["costs"].forward)
+    assert first["costs"].forward.index(slowest) == 1
+    assert 30 <= slowest < 60
+    assert max(first["costs"].input_grad) < 30
+
+
+def test_a_schedule_asked_for_by_name_stays(world):
+    result, *_ = world(2).run(plans, 2, config(4, prt={"reuse": 2, "schedule": "breadth_first"}), [0.0, 0.03, 0.0, 0.0])
+    assert result["costs"] is not None
+    assert {schedule for schedule, _ in result["programs"]} == {"breadth_first"}
+
+
+def test_a_batch_of_another_size_is_planned_with_what_was_measured(world):
+    results = world(2).run(resized, 2)
+    assert results[0] == results[1]
+    assert results[0][0] == "6 micro-batches"
+
+
+def resized(ranks: int) -> tuple[str, Any]:
+    module = training.build("blocks", ranks)
+    engine, *_ = deepspeed.initialize(model=module, config=config(4, prt={"reuse": 2}))
+    iterator = training.data("blocks", engine)
+    for _ in range(3):
+        engine.train_batch(iterator)
+    engine.set_train_batch_size(6 * training.MICRO_BATCH)
+    engine.train_batch(iterator)
+    program = engine._train_schedule().program
+    assert program.rows == build("auto", program.placement, 6, costs=engine.measured_costs).rows
+    return f"{program.micro_batches} micro-batches", program.rows
+
+
+def changing(ranks: int, ds_config: dict[str, Any], seconds: list[float]) -> dict[str, Any]:
+    """As :func:`plans`, with measured costs for which another order is shorter."""
+    from deepspeed_prt import engine
+    measured = engine.measured_costs
+    engine.measured_costs = lambda program, _: Costs.uniform(program.placement, latency=20.0)
+    try:
+        return plans(ranks, ds_config, seconds)
+    finally:
+        engine.measured_costs = measured
+
+
+def test_another_order_between_two_batches_changes_no_bit(world):
+    seconds = [0.0] * 8
+    stock = world(2).run(plans, 2, config(4), seconds)
+    ours = world(2).run(changing, 2, config(4, prt={"reuse": 4}), seconds)
+    assert ours[0]["programs"][2] != ours[0]["programs"][3]
+    assert ours[0]["losses"] == stock[0]["losses"]
+
+
+def test_costs_of_a_batch_whose_latency_is_known() -> None:
+    placement = Placement("loop", 2, 2)
+    program = build("interleaved_1f1b", placement, 4)
+    truth = Costs((1.0, 2.0, 3.0, 4.0), (2.0, 2.0, 2.0, 2.0), (0.5, 0.5, 0.5, 1.5), 0.75)
+    times = {("F", stage): truth.forward[stage] for stage in range(4)}
+    times |= {("I", stage): truth.input_grad[stage] for stage in range(4)}
+    times |= {("W", stage): truth.weight_grad[stage] for stage in range(4)}
+    makespan = simulate(program, truth).makespan
+    measurements = [Measurement({key: time for key, time in times.items() if key[1] % 2 == rank},
+                                (2 * makespan, makespan - rank)) for rank in range(2)]
+    costs = measured_costs(program, measurements)
+    assert costs.forward == truth.forward
+    assert costs.input_grad == truth.input_grad
+    assert costs.weight_grad == truth.weight_grad
+    assert simulate(program, costs).makespan == pytest.approx(makespan, rel=0.01)
+
+
+def test_of_two_copies_the_mean_counts() -> None:
+    placement = Placement("loop", 2, 1, "bidirectional")
+    program = build("backward_first", placement, 2)
+    measurements = [Measurement({(kind, stage): time for kind in "FIW" for stage in range(2)}, (1.0, ))
+                    for time in (1.0, 3.0)]
+    assert measured_costs(program, measurements).forward == (2.0, 2.0)
+
+
+def test_what_is_waited_for_does_not_count() -> None:
+    profile = Profile(torch.device("cpu"))
+    profile.start_batch()
+    for _ in range(3):
+        profile.begin("F", 0)
+        time.sleep(0.002)
+        profile.end()
+        time.sleep(0.02)
+    profile.begin("I", 0)
+    profile.finish_batch()
+    times, (batch, ) = profile.measurement()
+    assert 2 <= times["F", 0] < 20
+    assert times["I", 0] < 2
+    assert batch >= 66
+
+
+def test_a_batch_that_failed_does_not_count() -> None:
+    profile = Profile(torch.device("cpu"))
+    profile.start_batch()
+    profile.begin("F", 0)
+    profile.finish_batch()
+    profile.start_batch()
+    profile.begin("F", 0)
+    time.sleep(0.05)
+    profile.begin("I", 0)
+    profile.forget_batch()
+    times, batches = profile.measurement()
+    assert times.keys() == {("F", 0)}
+    assert times["F", 0] < 25
+    assert len(batches) == 1
