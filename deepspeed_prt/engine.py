@@ -241,8 +241,10 @@ class PRTPipelineEngine(PipelineEngine):
         self._mode = "train"
         is_measured = self.num_stages > 1 and self._trained_batches in _MEASURED
         self._profile = self._measured if is_measured else None
-        loss = super().train_batch(data_iter)
-        self._profile = None
+        try:
+            loss = super().train_batch(data_iter)
+        finally:
+            self._profile = None
         self._trained_batches += 1
         if self.num_stages > 1 and self._trained_batches == _MEASURED.stop:
             self._plan_again(self._measured.measurement())
@@ -253,24 +255,33 @@ class PRTPipelineEngine(PipelineEngine):
 
         The first rank chooses for all. Placement stays, and with it what each rank computes.
         """
-        program = self._schedule.program
         measurements = self._control.gather(measurement)
-        chosen = None
+        chosen, failure = None, None
         if self.global_rank == 0:
-            costs = measured_costs(program, measurements)
-            if self._section.schedule == "auto":
-                trials = min(_TRIALS, _TRIED_VISITS // (self.placement.stages * self.micro_batches))
-                better = program_from("auto", self.placement, self.micro_batches, self._section.max_in_flight, costs,
-                                      self._section.split, trials)
-                before, after = (simulate(candidate, costs).makespan for candidate in (program, better))
-                if after < before * (1 - _GAIN):
-                    program = better
-                    print(f"deepspeed_prt: changed to schedule {better.schedule} with {_describe_costs(costs)}; "
-                          f"predicted step {before:.1f} -> {after:.1f} ms", flush=True)
-            chosen = costs, program
+            try:
+                chosen = self._choose(measurements)
+            except Exception as error:
+                failure = error
+        self._control.agree(failure, "planning with measured costs")
         self.measured_costs, program = self._control.share(chosen)
         self._programs = {self.micro_batches: program}
         self._schedules = {key: listed for key, listed in self._schedules.items() if key[1]}
+
+    def _choose(self, measurements: Sequence[Measurement]) -> tuple[Costs, Program]:
+        """The costs of the stages, and the program for them: the present one, unless another saves enough."""
+        program = self._schedule.program
+        costs = measured_costs(program, measurements)
+        if self._section.schedule != "auto":
+            return costs, program
+        trials = min(_TRIALS, _TRIED_VISITS // (self.placement.stages * self.micro_batches))
+        better = program_from("auto", self.placement, self.micro_batches, self._section.max_in_flight, costs,
+                              self._section.split, trials)
+        before, after = (simulate(candidate, costs).makespan for candidate in (program, better))
+        if after >= before * (1 - _GAIN):
+            return costs, program
+        print(f"deepspeed_prt: changed to schedule {better.schedule} with {_describe_costs(costs)}; predicted step "
+              f"{before:.1f} -> {after:.1f} ms", flush=True)
+        return costs, better
 
     def eval_batch(self, data_iter: Any, return_logits: bool = False, compute_loss: bool = True,
                    reduce_output: str | None = 'avg', bcast_loss: bool = True,

@@ -17,6 +17,7 @@ from deepspeed_prt.program.simulator import simulate
 
 from . import training
 from .training import Block, config
+from .workers import TaskFailed
 
 
 class SlowBlock(Block):
@@ -61,6 +62,29 @@ def test_all_ranks_measure_two_batches_and_go_on_alike(world, direction):
     assert first["costs"].forward.index(slowest) == 1
     assert 30 <= slowest < 60
     assert max(first["costs"].input_grad) < 30
+
+
+def failing(ranks: int, ds_config: dict[str, Any]) -> Any:
+    from deepspeed_prt import engine
+    measured = engine.measured_costs
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("no costs")
+
+    engine.measured_costs = fail
+    try:
+        return plans(ranks, ds_config, [0.0] * 4)
+    finally:
+        engine.measured_costs = measured
+
+
+def test_a_failure_to_plan_is_every_ranks(world):
+    with pytest.raises(TaskFailed) as failure:
+        world(2).run(failing, 2, config(4, prt={"reuse": 2}))
+    assert failure.value.errors[0] == ("ZeroDivisionError", "no costs")
+    name, text = failure.value.errors[1]
+    assert name == "RankFailedError"
+    assert "rank 0 failed while planning with measured costs: ZeroDivisionError: no costs" in text
 
 
 def test_a_schedule_asked_for_by_name_stays(world):
