@@ -6,11 +6,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed import set_optimizer_flags
-from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -24,20 +23,23 @@ from .client import ClientParameters
 from .clipping import clip_like_stock
 from .config import PRTConfig, read_section
 from .control import Control
-from .errors import PoisonedMessage, PRTConfigError, PRTError
+from .errors import PoisonedMessage, PRTError
 from .gradients import add_shared_gradients, fill_missing_gradients, reduce_tied_gradients
 from .loading import LoadingAhead
 from .migration import migrate
 from .module import PRTPipelineModule
-from .profile import Measurement, Profile, measured_costs
+from .planning import Planner
+from .profile import Measurement, Profile
 from .program.costs import Costs
 from .program.placement import DOWN, Placement
-from .program.program import Program, forward_only
+from .program.program import forward_only
 from .program.simulator import simulate
 from .program.sources import program_from
+from .refusals import refuse_experts, refuse_unsupported
 from .replicas import ReplicaNorms, Replicas
 from .schedule import PRTSchedule
 from .split_backward import Deferred, SplitBackward, accumulate
+from .tensors import Tensors, add, as_tuple, detach, enter_stage, gradients_of, parts_of
 
 _LAYOUT = "prt_layout"
 """The key of a checkpoint under which each rank's layers stand."""
@@ -46,14 +48,6 @@ _NOTHING = nullcontext()
 
 _MEASURED = range(1, 3)
 """The batches that are measured; shapes are agreed and memory is allocated in the first one."""
-
-_TRIALS, _TRIED_VISITS = 100, 100_000
-"""How many variations of schedules to try, and of how many (stage, micro-batch) pairs at most in all: seconds."""
-
-_GAIN = 0.01
-"""The part of a step that another order has to save."""
-
-Tensors: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
 
 
 class _Output(NamedTuple):
@@ -79,23 +73,20 @@ class PRTPipelineEngine(PipelineEngine):
     _active_stage: int | None = None
     _last_stage_rank: int | None = None
     _is_plain = False
-    measured_costs: Costs | None = None
-    """What the stages take, in milliseconds, once a batch has been measured."""
     _wants_optimizer_states = False
 
     def __init__(self, *args: Any, model: PRTPipelineModule, config_class: Any, optimizer: Any = None,
                  model_parameters: Any = None, **kwargs: Any) -> None:
         section = read_section(config_class._param_dict) or PRTConfig()
-        _refuse_unsupported(section, config_class, model)
-        self._section = section
+        refuse_unsupported(section, config_class, model)
         self._control = Control(model._grid)
-        self._control.agree(_refuse_experts(section, model), "looking at the model")
-        self._programs: dict[int, Program] = {}
+        self._control.agree(refuse_experts(section, model), "looking at the model")
+        self._planner = Planner(section)
         self._schedules: dict[tuple[int, bool], PRTSchedule] = {}
 
         def check(placement: Placement) -> None:
-            self.placement = placement
-            self._train_program(config_class.gradient_accumulation_steps)
+            self.placement = self._planner.placement = placement
+            self._planner.program(config_class.gradient_accumulation_steps)
 
         if isinstance(model, PRTPipelineModule):
             check(model.placement)
@@ -132,14 +123,6 @@ class PRTPipelineEngine(PipelineEngine):
 
     # Programs
 
-    def _train_program(self, micro_batches: int) -> Program:
-        """The verified training program."""
-        if micro_batches not in self._programs:
-            self._programs[micro_batches] = program_from(self._section.schedule, self.placement, micro_batches,
-                                                         self._section.max_in_flight, self.measured_costs,
-                                                         self._section.split)
-        return self._programs[micro_batches]
-
     def _train_schedule(self) -> PRTSchedule:
         return self._listed(self.micro_batches, evaluate=False)
 
@@ -154,7 +137,7 @@ class PRTPipelineEngine(PipelineEngine):
                 down = replace(self.placement, direction="unidirectional")
                 program = forward_only(program_from("auto", down, micro_batches, split=False))
             else:
-                program = self._train_program(micro_batches)
+                program = self._planner.program(micro_batches)
             self._schedules[key] = PRTSchedule(micro_batches, self.num_stages, self.stage_id, program=program)
         return self._schedules[key]
 
@@ -174,6 +157,11 @@ class PRTPipelineEngine(PipelineEngine):
 
     def _boundary(self, sender: int, micro_batch: int) -> Boundary:
         return self._mode, sender, self._schedule.program.placement.pipe_of(micro_batch)
+
+    @property
+    def measured_costs(self) -> Costs | None:
+        """What the stages take, in milliseconds, once batches have been measured."""
+        return self._planner.costs
 
     # Where a stage is meant, not the rank
 
@@ -259,29 +247,12 @@ class PRTPipelineEngine(PipelineEngine):
         chosen, failure = None, None
         if self.global_rank == 0:
             try:
-                chosen = self._choose(measurements)
+                chosen = self._planner.choose(self._schedule.program, measurements)
             except Exception as error:
                 failure = error
         self._control.agree(failure, "planning with measured costs")
-        self.measured_costs, program = self._control.share(chosen)
-        self._programs = {self.micro_batches: program}
+        self._planner.adopt(*self._control.share(chosen))
         self._schedules = {key: listed for key, listed in self._schedules.items() if key[1]}
-
-    def _choose(self, measurements: Sequence[Measurement]) -> tuple[Costs, Program]:
-        """The costs of the stages, and the program for them: the present one, unless another saves enough."""
-        program = self._schedule.program
-        costs = measured_costs(program, measurements)
-        if self._section.schedule != "auto":
-            return costs, program
-        trials = min(_TRIALS, _TRIED_VISITS // (self.placement.stages * self.micro_batches))
-        better = program_from("auto", self.placement, self.micro_batches, self._section.max_in_flight, costs,
-                              self._section.split, trials)
-        before, after = (simulate(candidate, costs).makespan for candidate in (program, better))
-        if after >= before * (1 - _GAIN):
-            return costs, program
-        print(f"deepspeed_prt: changed to schedule {better.schedule} with {_describe_costs(costs)}; predicted step "
-              f"{before:.1f} -> {after:.1f} ms", flush=True)
-        return costs, better
 
     def eval_batch(self, data_iter: Any, return_logits: bool = False, compute_loss: bool = True,
                    reduce_output: str | None = 'avg', bcast_loss: bool = True,
@@ -419,14 +390,14 @@ class PRTPipelineEngine(PipelineEngine):
             return
         like, like_additional = next(iter(self._losses.values()))
         names = list(like_additional or {})
-        own = {micro_batch: torch.stack([part.reshape(()) for part in (*_parts(loss), *(additional or {}).values())])
+        own = {micro_batch: torch.stack([part.reshape(()) for part in (*parts_of(loss), *(additional or {}).values())])
                for micro_batch, (loss, additional) in self._losses.items()}
         row = next(iter(own.values()))
         table = torch.stack([own.get(micro_batch, torch.zeros_like(row)) for micro_batch in range(micro_batches)])
         torch.distributed.all_reduce(table, group=self.module.replica_group)
         for micro_batch, values in enumerate(table.unbind()):
             if micro_batch not in self._losses:
-                parts = [value.reshape(part.shape) for value, part in zip(values, _parts(like), strict=False)]
+                parts = [value.reshape(part.shape) for value, part in zip(values, parts_of(like), strict=False)]
                 additional = dict(zip(names, values[len(parts):], strict=True)) if names else like_additional
                 self._losses[micro_batch] = parts[0] if torch.is_tensor(like) else parts, additional
 
@@ -436,12 +407,12 @@ class PRTPipelineEngine(PipelineEngine):
             self.fwd_outputs.append(loss)
             if self._mode == "eval":
                 continue
-            self.total_loss = _add(self.total_loss, loss)
+            self.total_loss = add(self.total_loss, loss)
             if additional is not None:
                 if self.total_additional_losses is None:
                     self.total_additional_losses = OrderedDict()
                 for name, value in additional.items():
-                    self.total_additional_losses[name] = _add(self.total_additional_losses.get(name), value)
+                    self.total_additional_losses[name] = add(self.total_additional_losses.get(name), value)
         self._losses.clear()
 
     def _aggregate_total_loss(self) -> torch.Tensor:
@@ -475,7 +446,7 @@ class PRTPipelineEngine(PipelineEngine):
             raise PRTError(f"stage {stage} returns a {type(outputs).__name__}; layers at a stage boundary have to "
                            "return a tensor or a tuple of tensors")
         if torch.is_grad_enabled():
-            edges = {index: get_gradient_edge(tensor) for index, tensor in enumerate(_as_tuple(outputs))
+            edges = {index: get_gradient_edge(tensor) for index, tensor in enumerate(as_tuple(outputs))
                      if tensor.requires_grad}
             buffers['output_tensors'][buffer_id] = _Output(edges, MessageSpec.of(outputs))
         if self.placement.is_remote(stage + 1):
@@ -483,7 +454,7 @@ class PRTPipelineEngine(PipelineEngine):
         else:
             # A copy, as between ranks: the next layer may work in place.
             copies = tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad)
-                           for tensor in _as_tuple(outputs))
+                           for tensor in as_tuple(outputs))
             buffers['inputs'][self._schedule.buffer_of(stage + 1, micro_batch)] = \
                 copies[0] if torch.is_tensor(outputs) else copies
 
@@ -498,7 +469,7 @@ class PRTPipelineEngine(PipelineEngine):
             self.pipe_buffers['inputs'][buffer_id] = tuple(tensors) if receive.spec.is_tuple else tensors[0]
             if self._mode == "eval":
                 self.pipe_buffers['receives'][buffer_id] = None
-        return _enter_stage(self.pipe_buffers['inputs'][buffer_id])
+        return enter_stage(self.pipe_buffers['inputs'][buffer_id])
 
     def _compute_micro_batch_loss(self, buffer_id: int, micro_batch: int, outputs: Any) -> None:
         labels = self.pipe_buffers['labels'][buffer_id]
@@ -511,8 +482,8 @@ class PRTPipelineEngine(PipelineEngine):
         if self.eval_return_logits:
             self.outputs = outputs
         additional = self.module.get_additional_losses()
-        self._losses[micro_batch] = _detach(self.loss), None if additional is None else {
-            name: _detach(value) for name, value in additional.items()
+        self._losses[micro_batch] = detach(self.loss), None if additional is None else {
+            name: detach(value) for name, value in additional.items()
         }
         if torch.is_grad_enabled():
             self.pipe_buffers['losses'][buffer_id] = self.loss
@@ -558,9 +529,9 @@ class PRTPipelineEngine(PipelineEngine):
         if stage == 0:
             buffers['inputs'][buffer_id] = None
         elif not self.placement.is_remote(stage):
-            inputs = _as_tuple(buffers['inputs'][buffer_id])
+            inputs = as_tuple(buffers['inputs'][buffer_id])
             buffers['inputs'][buffer_id] = None
-            buffers['grads'][self._schedule.buffer_of(stage - 1, micro_batch)] = _gradients(inputs)
+            buffers['grads'][self._schedule.buffer_of(stage - 1, micro_batch)] = gradients_of(inputs)
 
     def _exec_weight_grad_pass(self, buffer_id: int, stage: int, micro_batch: int) -> None:
         if self._profile is not None:
@@ -624,9 +595,9 @@ class PRTPipelineEngine(PipelineEngine):
             self._boundary(stage - 1, micro_batch), self._rank_of(stage - 1, micro_batch))
 
     def _exec_send_grads(self, buffer_id: int, stage: int, micro_batch: int) -> None:
-        inputs = _as_tuple(self.pipe_buffers['inputs'][buffer_id])
+        inputs = as_tuple(self.pipe_buffers['inputs'][buffer_id])
         self.pipe_buffers['inputs'][buffer_id] = self.pipe_buffers['receives'][buffer_id] = None
-        self._channels.send_gradients(_gradients(inputs), self._rank_of(stage - 1, micro_batch))
+        self._channels.send_gradients(gradients_of(inputs), self._rank_of(stage - 1, micro_batch))
 
     def _exec_recv_grads(self, buffer_id: int, stage: int, micro_batch: int) -> None:
         output: _Output = self.pipe_buffers['output_tensors'][buffer_id]
@@ -777,85 +748,3 @@ class PRTPipelineEngine(PipelineEngine):
         schedule.SendGrad: _exec_send_grads,
         schedule.RecvGrad: _exec_recv_grads,
     }
-
-
-def _enter_stage(inputs: Tensors) -> Tensors:
-    """A stage's leaf inputs as tensors that layers may change in place, without a copy."""
-    if not torch.is_grad_enabled():
-        return inputs
-    # Not a view to autograd, which forbids changing a view of a leaf.
-    entered = tuple(torch.ops.aten._unsafe_view(tensor, tensor.shape) if tensor.requires_grad else tensor
-                    for tensor in _as_tuple(inputs))
-    return entered[0] if torch.is_tensor(inputs) else entered
-
-
-def _as_tuple(tensors: Tensors) -> tuple[torch.Tensor, ...]:
-    return (tensors, ) if torch.is_tensor(tensors) else tensors
-
-
-def _gradients(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients of a stage's inputs; one that nothing contributed to is zero."""
-    return [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs
-            if tensor.requires_grad]
-
-
-def _parts(loss: Any) -> list[torch.Tensor]:
-    """A loss, a tensor or several, as several."""
-    return [loss] if torch.is_tensor(loss) else list(loss)
-
-
-def _describe_costs(costs: Costs) -> str:
-    """Costs in words, without those of every stage."""
-    mean = [sum(times) / len(times) for times in (costs.forward, costs.input_grad, costs.weight_grad)]
-    return "F {:.1f}, I {:.1f}, W {:.1f} ms a stage and {:.1f} ms a message".format(*mean, costs.latency)
-
-
-def _detach(loss: Any) -> Any:
-    """A loss, a tensor or several, without its graph."""
-    return loss.detach() if torch.is_tensor(loss) else [part.detach() for part in loss]
-
-
-def _add(total: Any, loss: Any) -> Any:
-    """Add one micro-batch's loss, a tensor or a list of them, to a sum that may not exist yet."""
-    if torch.is_tensor(loss):
-        return loss.clone() if total is None else total.add_(loss)
-    return [_add(None if total is None else total[index], part) for index, part in enumerate(loss)]
-
-
-def _refuse_unsupported(section: PRTConfig, config_class: Any, model: Any) -> None:
-    """Refuse what cannot work, on every rank alike and before any communication.
-
-    Raises:
-        PRTConfigError: with what to change.
-    """
-    zero_stage = config_class.zero_optimization_stage
-    if zero_stage > 1:
-        raise PRTConfigError(f"ZeRO-{zero_stage} is incompatible with pipeline parallelism, whose gradients are needed "
-                             'whole until the end of the batch; use "zero_optimization": {"stage": 1} or 0')
-    slices = model.mpu().get_slice_parallel_world_size()
-    if slices > 1 and (config_class.pipeline["pipe_partitioned"] or config_class.pipeline["grad_partitioned"]):
-        raise PRTConfigError(f"activations cannot be partitioned over {slices} tensor-parallel ranks between reused "
-                             'stages yet; set "pipeline": {"pipe_partitioned": false, "grad_partitioned": false}')
-    if isinstance(model, PRTPipelineModule):
-        if section.partition is not None:
-            raise PRTConfigError('"partition" comes too late for a PRTPipelineModule, which is cut already; pass '
-                                 "partition= to its constructor and leave the key out")
-        have = model.placement
-        built = {"reuse": have.reuse, "placement": have.name, "direction": have.direction}
-        for key, value in built.items():
-            asked = getattr(section, key)
-            if key in section.model_fields_set and asked not in ("auto", value):
-                raise PRTConfigError(f'the "prt" section asks for "{key}": {asked!r}, but the PRTPipelineModule was '
-                                     f"built with {value!r}; make them agree, or leave the key out")
-
-
-def _refuse_experts(section: PRTConfig, module: Any) -> PRTConfigError | None:
-    """What is wrong with expert parallelism in two pipes, if this rank has any."""
-    is_bidirectional = section.direction == "bidirectional" or (
-        isinstance(module, PRTPipelineModule) and module.placement.pipes == 2)
-    if is_bidirectional and any(is_moe_param(parameter) for parameter in module.parameters()):
-        return PRTConfigError("expert parallelism is not supported in a bidirectional pipeline, whose two copies of an "
-                              'expert would belong to different expert groups; use "direction": "unidirectional"')
-    return None
-
-

@@ -65,17 +65,17 @@ def test_all_ranks_measure_two_batches_and_go_on_alike(world, direction):
 
 
 def failing(ranks: int, ds_config: dict[str, Any]) -> Any:
-    from deepspeed_prt import engine
-    measured = engine.measured_costs
+    from deepspeed_prt import planning
+    measured = planning.measured_costs
 
     def fail(*_: Any) -> None:
         raise ZeroDivisionError("no costs")
 
-    engine.measured_costs = fail
+    planning.measured_costs = fail
     try:
         return plans(ranks, ds_config, [0.0] * 4)
     finally:
-        engine.measured_costs = measured
+        planning.measured_costs = measured
 
 
 def test_a_failure_to_plan_is_every_ranks(world):
@@ -114,13 +114,13 @@ def resized(ranks: int) -> tuple[str, Any]:
 
 def changing(ranks: int, ds_config: dict[str, Any], seconds: list[float]) -> dict[str, Any]:
     """As :func:`plans`, with measured costs for which another order is shorter."""
-    from deepspeed_prt import engine
-    measured = engine.measured_costs
-    engine.measured_costs = lambda program, _: Costs.uniform(program.placement, latency=20.0)
+    from deepspeed_prt import planning
+    measured = planning.measured_costs
+    planning.measured_costs = lambda program, _: Costs.uniform(program.placement, latency=20.0)
     try:
         return plans(ranks, ds_config, seconds)
     finally:
-        engine.measured_costs = measured
+        planning.measured_costs = measured
 
 
 def test_another_order_between_two_batches_changes_no_bit(world):

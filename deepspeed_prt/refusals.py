@@ -1,0 +1,48 @@
+"""What cannot work together, and what to change."""
+
+from typing import Any
+
+from deepspeed.moe.utils import is_moe_param
+
+from .config import PRTConfig
+from .errors import PRTConfigError
+from .module import PRTPipelineModule
+
+
+def refuse_unsupported(section: PRTConfig, config_class: Any, model: Any) -> None:
+    """Refuse what cannot work, on every rank alike and before any communication.
+
+    Raises:
+        PRTConfigError: with what to change.
+    """
+    zero_stage = config_class.zero_optimization_stage
+    if zero_stage > 1:
+        raise PRTConfigError(f"ZeRO-{zero_stage} is incompatible with pipeline parallelism, whose gradients are needed "
+                             'whole until the end of the batch; use "zero_optimization": {"stage": 1} or 0')
+    slices = model.mpu().get_slice_parallel_world_size()
+    if slices > 1 and (config_class.pipeline["pipe_partitioned"] or config_class.pipeline["grad_partitioned"]):
+        raise PRTConfigError(f"activations cannot be partitioned over {slices} tensor-parallel ranks between reused "
+                             'stages yet; set "pipeline": {"pipe_partitioned": false, "grad_partitioned": false}')
+    if isinstance(model, PRTPipelineModule):
+        if section.partition is not None:
+            raise PRTConfigError('"partition" comes too late for a PRTPipelineModule, which is cut already; pass '
+                                 "partition= to its constructor and leave the key out")
+        have = model.placement
+        built = {"reuse": have.reuse, "placement": have.name, "direction": have.direction}
+        for key, value in built.items():
+            asked = getattr(section, key)
+            if key in section.model_fields_set and asked not in ("auto", value):
+                raise PRTConfigError(f'the "prt" section asks for "{key}": {asked!r}, but the PRTPipelineModule was '
+                                     f"built with {value!r}; make them agree, or leave the key out")
+
+
+def refuse_experts(section: PRTConfig, module: Any) -> PRTConfigError | None:
+    """What is wrong with expert parallelism in two pipes, if this rank has any."""
+    is_bidirectional = section.direction == "bidirectional" or (
+        isinstance(module, PRTPipelineModule) and module.placement.pipes == 2)
+    if is_bidirectional and any(is_moe_param(parameter) for parameter in module.parameters()):
+        return PRTConfigError("expert parallelism is not supported in a bidirectional pipeline, whose two copies of an "
+                              'expert would belong to different expert groups; use "direction": "unidirectional"')
+    return None
+
+
