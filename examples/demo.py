@@ -19,9 +19,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from deepspeed_prt.program.build import build
+from deepspeed_prt.program.costs import Costs
 from deepspeed_prt.program.placement import Placement
-from deepspeed_prt.program.program import build
-from deepspeed_prt.program.simulator import Costs, simulate
+from deepspeed_prt.program.simulator import simulate
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "examples" / "bert_imdb" / "train.py"
@@ -65,7 +66,7 @@ def predicted_bubble(config: dict[str, Any], ranks: int) -> float:
         return (ranks - 1) / (micro_batches + ranks - 1)
     placement = Placement(section.get("placement", "loop"), ranks, section["reuse"])
     program = build(section.get("schedule", "auto"), placement, micro_batches, section.get("max_in_flight"))
-    return simulate(program, Costs.uniform(placement, 1, 2)).bubble_fraction
+    return simulate(program, Costs.uniform(placement)).bubble_fraction
 
 
 def comparison(results: dict[str, dict[str, Any]], ranks: int) -> Table:
