@@ -44,7 +44,7 @@ def build(work: Work, micro_batches: int, dualpipev: bool = False,
 
 
 def predict(engine: Any, emulation: Emulation) -> dict[str, float]:
-    """What the simulator says of the very program that a PRT engine runs, once it has measured a batch.
+    """What the simulator says of the very program that a PRT engine runs, once it has measured some batches.
 
     ``predicted_ratio`` is with the costs that the engine measured, ``planned_ratio`` with those that the layers are set
     to and no time for anything else.

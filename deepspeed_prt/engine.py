@@ -227,19 +227,18 @@ class PRTPipelineEngine(PipelineEngine):
             RankFailedError: another rank failed inside the batch; no rank has stepped.
         """
         self._mode = "train"
-        is_measured = self.num_stages > 1 and self._trained_batches in _MEASURED
-        self._profile = self._measured if is_measured else None
+        self._profile = self._measured if self._trained_batches in _MEASURED else None
         try:
             loss = super().train_batch(data_iter)
         finally:
             self._profile = None
         self._trained_batches += 1
-        if self.num_stages > 1 and self._trained_batches == _MEASURED.stop:
+        if self._trained_batches == _MEASURED.stop:
             self._plan_again(self._measured.measurement())
         return loss
 
     def _plan_again(self, measurement: Measurement) -> None:
-        """From what a batch took, choose anew among the orders; a collective over the world.
+        """From what batches took, choose anew among the orders; a collective over the world.
 
         The first rank chooses for all. Placement stays, and with it what each rank computes.
         """
@@ -336,11 +335,11 @@ class PRTPipelineEngine(PipelineEngine):
                         self._finish_without_computing(instruction)
             if closing:
                 self._replicas.start(None, failed=failure is not None)
-            if self._profile is not None:
-                self._profile.finish_batch()
             self._channels.flush()
             self._lacking_somewhere = self._control.agree(failure, f"computing {self._mode} batch {self.global_steps}",
                                                           failed_at, flag=self._replicas.lacks_gradients)
+            if self._profile is not None:
+                self._profile.finish_batch()
         except BaseException:
             self._discard_batch()
             raise
@@ -428,8 +427,6 @@ class PRTPipelineEngine(PipelineEngine):
 
     def _exec_forward_pass(self, buffer_id: int, stage: int, micro_batch: int) -> None:
         buffers = self.pipe_buffers
-        if self._profile is not None:
-            self._profile.end()
         inputs = self._take_inputs(buffer_id, stage, micro_batch)
         if self._profile is not None:
             self._profile.begin("F", stage)
@@ -462,7 +459,7 @@ class PRTPipelineEngine(PipelineEngine):
         """A stage's inputs: loaded, received or left by the stage below, fit to be changed in place."""
         receive: Receive | None = self.pipe_buffers['receives'][buffer_id]
         if receive is not None:
-            tensors = self._channels.wait(receive, self._rank_of(stage - 1, micro_batch))
+            tensors = self._wait(receive, self._rank_of(stage - 1, micro_batch))
             assert receive.spec is not None
             for tensor, spec in zip(tensors, receive.spec.tensors, strict=True):
                 tensor.requires_grad_(spec.requires_grad)
@@ -470,6 +467,12 @@ class PRTPipelineEngine(PipelineEngine):
             if self._mode == "eval":
                 self.pipe_buffers['receives'][buffer_id] = None
         return enter_stage(self.pipe_buffers['inputs'][buffer_id])
+
+    def _wait(self, receive: Receive, source: int) -> list[torch.Tensor]:
+        """A message that a pass needs; the time until it is there is no part of any pass."""
+        if self._profile is not None:
+            self._profile.end()
+        return self._channels.wait(receive, source)
 
     def _compute_micro_batch_loss(self, buffer_id: int, micro_batch: int, outputs: Any) -> None:
         labels = self.pipe_buffers['labels'][buffer_id]
@@ -506,10 +509,8 @@ class PRTPipelineEngine(PipelineEngine):
         buffers = self.pipe_buffers
         output: _Output | None = buffers['output_tensors'][buffer_id]
         gradients = buffers['grads'][buffer_id]
-        if self._profile is not None:
-            self._profile.end()
         if isinstance(gradients, Receive):
-            gradients = self._channels.wait(gradients, self._rank_of(stage + 1, micro_batch))
+            gradients = self._wait(gradients, self._rank_of(stage + 1, micro_batch))
         if self._profile is not None:
             self._profile.begin("I", stage)
         separate = self._separate_gradients(stage) if stage in self._tied_again else _NOTHING

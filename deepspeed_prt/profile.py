@@ -20,7 +20,7 @@ class Measurement(NamedTuple):
     times: dict[tuple[str, int], float]
     """The median time of F, I and W of each stage, with what the host does for them before it waits again."""
     batches: tuple[float, ...]
-    """From each batch's start to the end of this rank's part."""
+    """From each batch's start to its end on all ranks."""
 
 
 class Profile:
@@ -49,7 +49,7 @@ class Profile:
             self._running = None
 
     def finish_batch(self) -> None:
-        """All of this rank's actions are over; waits for the device."""
+        """All ranks' actions are over, and none has failed; waits for the device."""
         self.end()
         if not self._is_host:
             get_accelerator().synchronize()

@@ -44,5 +44,3 @@ def refuse_experts(section: PRTConfig, module: Any) -> PRTConfigError | None:
         return PRTConfigError("expert parallelism is not supported in a bidirectional pipeline, whose two copies of an "
                               'expert would belong to different expert groups; use "direction": "unidirectional"')
     return None
-
-

@@ -1,5 +1,6 @@
 """Costs measured in a batch, and the order chosen anew from them."""
 
+import contextlib
 import copy
 import time
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 
+from deepspeed_prt.errors import RankFailedError
 from deepspeed_prt.profile import Measurement, Profile, measured_costs
 from deepspeed_prt.program.build import build
 from deepspeed_prt.program.costs import Costs
@@ -76,6 +78,38 @@ def failing(ranks: int, ds_config: dict[str, Any]) -> Any:
         return plans(ranks, ds_config, [0.0] * 4)
     finally:
         planning.measured_costs = measured
+
+
+def failing_once(ranks: int, ds_config: dict[str, Any]) -> tuple[int, bool]:
+    """The second batch fails in the middle; batches measured after five, and whether a plan was made."""
+    calls = 0
+
+    def loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 7:
+            raise ZeroDivisionError("once")
+        return training.mse(outputs, labels)
+
+    torch.manual_seed(1)
+    module = PipelineModule([LayerSpec(Block) for _ in range(4)], num_stages=ranks, loss_fn=loss,
+                            partition_method="uniform")
+    engine, *_ = deepspeed.initialize(model=module, config=copy.deepcopy(ds_config))
+    iterator = training.data("blocks", engine)
+    for batch in range(5):
+        with pytest.raises((ZeroDivisionError, RankFailedError)) if batch == 1 else contextlib.nullcontext():
+            engine.train_batch(iterator)
+    return len(engine._measured.measurement().batches), engine.measured_costs is not None
+
+
+def test_a_batch_that_fails_in_the_middle_is_not_one_of_the_measured(world):
+    assert world(2).run(failing_once, 2, config(4, prt={"reuse": 2})) == [(2, True)] * 2
+
+
+def test_one_rank_measures_too(world):
+    result, = world(1).run(plans, 1, config(2, prt={"reuse": 2}), [0.0, 0.0])
+    assert result["costs"].latency == 0
+    assert min(result["costs"].forward) > 0
 
 
 def test_a_failure_to_plan_is_every_ranks(world):
