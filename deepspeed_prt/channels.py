@@ -247,8 +247,12 @@ class Channels:
         return group.recv([_real(buffer)], peer, 0)
 
 
+_BUNDLE = 8
+"""How many sends a thread is told of together: to wait for one, it takes the interpreter from the running pass."""
+
+
 class _Sending:
-    """Keeps sent tensors until they have left, and no longer.
+    """Keeps sent tensors until they have left, and not much longer.
 
     gloo's sends report completion only to who waits, so a thread does; NCCL's can be asked.
     """
@@ -256,7 +260,7 @@ class _Sending:
     def __init__(self, pollable: bool) -> None:
         self._pollable = pollable
         self._flying: deque[_Sent] = deque()
-        self._queue: queue.SimpleQueue[_Sent | threading.Event | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[deque[_Sent] | threading.Event | None] = queue.SimpleQueue()
         self._errors: list[BaseException] = []
         if not pollable:
             # The thread holds no reference to this object, so that it ends with it.
@@ -266,18 +270,24 @@ class _Sending:
 
     def watch(self, work: dist.Work, tensor: torch.Tensor) -> None:
         """Keep ``tensor`` alive until ``work`` is done."""
-        if not self._pollable:
-            self._queue.put((work, tensor))
-            return
         self._flying.append((work, tensor))
-        while self._flying and self._flying[0][0].is_completed():
-            self._flying.popleft()
+        if self._pollable:
+            while self._flying and self._flying[0][0].is_completed():
+                self._flying.popleft()
+        elif len(self._flying) == _BUNDLE:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        self._queue.put(self._flying)
+        self._flying = deque()
 
     def flush(self) -> None:
         """Wait for everything; raises what a send raised."""
-        while self._flying:
-            self._flying.popleft()[0].wait()
-        if not self._pollable:
+        if self._pollable:
+            while self._flying:
+                self._flying.popleft()[0].wait()
+        else:
+            self._hand_over()
             have_left = threading.Event()
             self._queue.put(have_left)
             have_left.wait()
@@ -290,18 +300,19 @@ class _Sending:
 _Sent: TypeAlias = "tuple[dist.Work, torch.Tensor]"
 
 
-def _wait_for_all(sent: "queue.SimpleQueue[_Sent | threading.Event | None]", errors: list[BaseException]) -> None:
+def _wait_for_all(bundles: "queue.SimpleQueue[deque[_Sent] | threading.Event | None]",
+                  errors: list[BaseException]) -> None:
     """Wait for each send in turn and let go of its tensor, until None comes; set events that come in between."""
-    while (item := sent.get()) is not None:
+    while (item := bundles.get()) is not None:
         if isinstance(item, threading.Event):
             item.set()
             continue
-        try:
-            item[0].wait()
-        except BaseException as error:  # whatever it is, it belongs to the thread that calls flush()
-            errors.append(error)
-        finally:
-            del item
+        while item:
+            try:
+                item[0][0].wait()
+            except BaseException as error:  # whatever it is, it belongs to the thread that calls flush()
+                errors.append(error)
+            item.popleft()
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
