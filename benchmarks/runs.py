@@ -12,8 +12,8 @@ from .measure import layers_alone, measure
 from .report import Row, blank_row, compare, emulated_row, timed_row
 from .settings import Emulation, Reviews
 
-WARM_UP_EMULATED, WARM_UP_REAL = 3, 4
-"""Steps left out of the timings: in the first ones shapes are agreed, memory is allocated, and costs are measured."""
+WARM_UP = 7
+"""Steps left out of the timings: shapes are agreed, memory is allocated, costs are measured, and two orders tried."""
 
 Announce = Callable[[str], None]
 """Called with who runs next."""
@@ -37,7 +37,7 @@ def start(ranks: int, step_ms: float | None, steps: int) -> World:
     if step_ms is None:
         return World(ranks)
     # The usual time is for starting up and building; nothing that trains takes twice the ideal on a quiet machine.
-    return World(ranks, TIMEOUT + 4 * (WARM_UP_EMULATED + steps) * step_ms / 1000)
+    return World(ranks, TIMEOUT + 4 * (WARM_UP + steps) * step_ms / 1000)
 
 
 def run_emulated(world: World, contenders: Sequence[Contender], emulation: Emulation, micro_batches: int, steps: int,
@@ -48,7 +48,7 @@ def run_emulated(world: World, contenders: Sequence[Contender], emulation: Emula
     rows = []
     for contender in contenders:
         announce(contender.name)
-        results, refused = _run(world, contender, emulation, micro_batches, WARM_UP_EMULATED, steps)
+        results, refused = _run(world, contender, emulation, micro_batches, WARM_UP, steps)
         rows.append(emulated_row(contender, micro_batches, results, emulation) if refused is None
                     else blank_row(contender, micro_batches, refused))
     compare(rows, next((row["losses"] for row in rows if row["losses"]), []))
@@ -65,11 +65,11 @@ def run_real(world: World, contenders: Sequence[Contender], reviews: Reviews, mi
     refusals: list[str | None] = [None for _ in contenders]
     for _ in range(rounds):
         announce("one process")
-        without_pipeline += world.run(alone, reviews, micro_batches, WARM_UP_REAL, steps)[:1]
+        without_pipeline += world.run(alone, reviews, micro_batches, WARM_UP, steps)[:1]
         for index, contender in enumerate(contenders):
             announce(contender.name)
             if refusals[index] is None:
-                results, refusals[index] = _run(world, contender, reviews, micro_batches, WARM_UP_REAL, steps)
+                results, refusals[index] = _run(world, contender, reviews, micro_batches, WARM_UP, steps)
                 reports[index].append(results)
     ideal_ms = 1000 * median(_chain(without_pipeline, "seconds")) / world.size
     rows = []

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,13 +30,14 @@ from .loading import LoadingAhead
 from .migration import migrate
 from .module import PRTPipelineModule
 from .planning import Planner
-from .profile import Measurement, Profile
+from .profile import Profile
 from .program.costs import Costs
 from .program.placement import DOWN, Placement
 from .program.program import forward_only
 from .program.simulator import simulate
 from .program.sources import program_from
 from .refusals import refuse_experts, refuse_unsupported
+from .replanning import Replanning
 from .replicas import ReplicaNorms, Replicas
 from .schedule import PRTSchedule
 from .split_backward import Deferred, SplitBackward, accumulate
@@ -45,9 +47,6 @@ _LAYOUT = "prt_layout"
 """The key of a checkpoint under which each rank's layers stand."""
 
 _NOTHING = nullcontext()
-
-_MEASURED = range(1, 3)
-"""The batches that are measured; shapes are agreed and memory is allocated in the first one."""
 
 
 class _Output(NamedTuple):
@@ -112,8 +111,7 @@ class PRTPipelineEngine(PipelineEngine):
         self._tied_again = model.tied_weights_used_again()
         self._split_backward = SplitBackward()
         self._loading_ahead = None if self.device.type == "cpu" else LoadingAhead(self.device)
-        self._trained_batches = 0
-        self._measured = Profile(self.device)
+        self._replanning = Replanning(self._planner, self._control, partial(Profile, self.device))
         self._profile: Profile | None = None
         for key in ("grads", "losses", "receives", "deferred"):
             self.pipe_buffers[key] = []
@@ -227,31 +225,15 @@ class PRTPipelineEngine(PipelineEngine):
             RankFailedError: another rank failed inside the batch; no rank has stepped.
         """
         self._mode = "train"
-        self._profile = self._measured if self._trained_batches in _MEASURED else None
+        program = self._train_schedule().program
+        self._profile = self._replanning.profile(program)
         try:
             loss = super().train_batch(data_iter)
         finally:
             self._profile = None
-        self._trained_batches += 1
-        if self._trained_batches == _MEASURED.stop:
-            self._plan_again(self._measured.measurement())
+        if self._replanning.batch_trained(program):
+            self._schedules = {key: listed for key, listed in self._schedules.items() if key[1]}
         return loss
-
-    def _plan_again(self, measurement: Measurement) -> None:
-        """From what batches took, choose anew among the orders; a collective over the world.
-
-        The first rank chooses for all. Placement stays, and with it what each rank computes.
-        """
-        measurements = self._control.gather(measurement)
-        chosen, failure = None, None
-        if self.global_rank == 0:
-            try:
-                chosen = self._planner.choose(self._schedule.program, measurements)
-            except Exception as error:
-                failure = error
-        self._control.agree(failure, "planning with measured costs")
-        self._planner.adopt(*self._control.share(chosen))
-        self._schedules = {key: listed for key, listed in self._schedules.items() if key[1]}
 
     def eval_batch(self, data_iter: Any, return_logits: bool = False, compute_loss: bool = True,
                    reduce_output: str | None = 'avg', bcast_loss: bool = True,

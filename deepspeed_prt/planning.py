@@ -14,7 +14,7 @@ _TRIALS, _TRIED_VISITS = 100, 100_000
 """How many variations of schedules to try, and of how many (stage, micro-batch) pairs at most in all: seconds."""
 
 _GAIN = 0.01
-"""The part of a step that another order has to save."""
+"""The part of a step that another order has to promise to save."""
 
 
 class Planner:
@@ -42,24 +42,29 @@ class Planner:
             self._programs[micro_batches] = self._make(micro_batches, self.costs)
         return self._programs[micro_batches]
 
-    def choose(self, program: Program, measurements: Sequence[Measurement]) -> tuple[Costs, Program]:
-        """The costs of the stages, and the program for them: the present one, unless another saves enough."""
+    def choose(self, program: Program, measurements: Sequence[Measurement]) -> tuple[Costs, Program | None]:
+        """The costs of the stages, and the program for them if it promises to save enough of what ``program`` takes."""
         costs = measured_costs(program, measurements)
         if self._section.schedule != "auto":
-            return costs, program
+            return costs, None
         visits = self.placement.stages * program.micro_batches
         better = self._make(program.micro_batches, costs, min(_TRIALS, _TRIED_VISITS // visits))
         before, after = (simulate(candidate, costs).makespan for candidate in (program, better))
         if after >= before * (1 - _GAIN):
-            return costs, program
-        print(f"deepspeed_prt: changed to schedule {better.schedule} with {_describe(costs)}; predicted step "
+            return costs, None
+        print(f"deepspeed_prt: tries schedule {better.schedule} with {_describe(costs)}; predicted step "
               f"{before:.1f} -> {after:.1f} ms", flush=True)
         return costs, better
 
     def adopt(self, costs: Costs, program: Program) -> None:
         """Go on with what was chosen; other numbers of micro-batches are planned anew."""
         self.costs = costs
-        self._programs = {program.micro_batches: program}
+        self._programs = {}
+        self.use(program)
+
+    def use(self, program: Program) -> None:
+        """Train batches of this many micro-batches by ``program`` from now on."""
+        self._programs[program.micro_batches] = program
 
     def _make(self, micro_batches: int, costs: Costs | None, trials: int = 0) -> Program:
         section = self._section

@@ -88,5 +88,9 @@ def measured_costs(program: Program, measurements: Sequence[Measurement]) -> Cos
                      for stage in range(program.placement.stages))
 
     costs = Costs(of("F"), of("I"), of("W"))
-    return fit_latency(program, costs, min(map(max, zip(*(measurement.batches for measurement in measurements),
-                                                        strict=True))))
+    return fit_latency(program, costs, shortest_batch([measurement.batches for measurement in measurements]))
+
+
+def shortest_batch(per_rank: Sequence[Sequence[float]]) -> float:
+    """Of each rank's times of the same batches, that of the batch whose slowest rank was the fastest."""
+    return min(map(max, zip(*per_rank, strict=True)))

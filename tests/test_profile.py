@@ -34,7 +34,7 @@ class SlowBlock(Block):
         return super().forward(x)
 
 
-def plans(ranks: int, ds_config: dict[str, Any], seconds: list[float], batches: int = 5) -> dict[str, Any]:
+def plans(ranks: int, ds_config: dict[str, Any], seconds: list[float], batches: int = 8) -> dict[str, Any]:
     """Train some batches of one slow block a stage; reports the program of each batch and what was measured."""
     torch.manual_seed(1)
     module = PipelineModule([LayerSpec(SlowBlock, duration) for duration in seconds], num_stages=ranks,
@@ -59,7 +59,9 @@ def test_all_ranks_measure_two_batches_and_go_on_alike(world, direction):
         assert other["costs"] == first["costs"]
         assert other["programs"] == first["programs"]
     assert first["programs"][0] == first["programs"][1] == first["programs"][2]
-    assert first["programs"][3] == first["programs"][4]
+    assert first["programs"][3] == first["programs"][5]
+    assert first["programs"][4] == first["programs"][6] == first["programs"][0]
+    assert first["programs"][7] in first["programs"][3:5]
     slowest = max(first["costs"].forward)
     assert first["costs"].forward.index(slowest) == 1
     assert 30 <= slowest < 60
@@ -99,7 +101,7 @@ def failing_once(ranks: int, ds_config: dict[str, Any]) -> tuple[int, bool]:
     for batch in range(5):
         with pytest.raises((ZeroDivisionError, RankFailedError)) if batch == 1 else contextlib.nullcontext():
             engine.train_batch(iterator)
-    return len(engine._measured.measurement().batches), engine.measured_costs is not None
+    return len(engine._replanning._measured.measurement().batches), engine.measured_costs is not None
 
 
 def test_a_batch_that_fails_in_the_middle_is_not_one_of_the_measured(world):
@@ -146,23 +148,57 @@ def resized(ranks: int) -> tuple[str, Any]:
     return f"{program.micro_batches} micro-batches", program.rows
 
 
-def changing(ranks: int, ds_config: dict[str, Any], seconds: list[float]) -> dict[str, Any]:
-    """As :func:`plans`, with measured costs for which another order is shorter."""
+def changing(ranks: int, ds_config: dict[str, Any], *times: float) -> dict[str, Any]:
+    """As :func:`plans`, with measured costs for which another order is shorter, and what the two orders then take."""
+    from deepspeed_prt import planning, replanning
+    measured, shortest = planning.measured_costs, replanning.shortest_batch
+    in_turn = iter(times)
+    planning.measured_costs = lambda program, _: Costs.uniform(program.placement, latency=20.0)
+    replanning.shortest_batch = lambda _: next(in_turn)
+    try:
+        return plans(ranks, ds_config, [0.0] * 8)
+    finally:
+        planning.measured_costs, replanning.shortest_batch = measured, shortest
+
+
+@pytest.mark.parametrize(("another", "before"), [(3.0, 4.0), (4.0, 3.0)])
+def test_of_two_orders_the_faster_one_stays_and_no_bit_changes(world, another, before):
+    stock = world(2).run(plans, 2, config(4), [0.0] * 8)
+    ours = world(2).run(changing, 2, config(4, prt={"reuse": 4}), another, before)
+    programs = ours[0]["programs"]
+    assert programs[2] != programs[3]
+    assert programs[3:7] == [programs[3], programs[2]] * 2
+    assert programs[7] == programs[3 if another < before else 2]
+    assert ours[1]["programs"] == programs
+    assert ours[0]["losses"] == stock[0]["losses"]
+
+
+def resized_meanwhile(ranks: int) -> list[Any]:
+    """The programs of batches, one of another size among those in which two orders are tried."""
     from deepspeed_prt import planning
     measured = planning.measured_costs
     planning.measured_costs = lambda program, _: Costs.uniform(program.placement, latency=20.0)
     try:
-        return plans(ranks, ds_config, seconds)
+        engine, *_ = deepspeed.initialize(model=training.build("blocks", ranks), config=config(4, prt={"reuse": 4}))
+        iterator = training.data("blocks", engine)
+        programs = []
+        for micro_batches in (4, 4, 4, 4, 6, 4, 4, 4, 4):
+            engine.set_train_batch_size(micro_batches * training.MICRO_BATCH)
+            programs.append(engine._train_schedule().program.rows)
+            engine.train_batch(iterator)
+        return programs
     finally:
         planning.measured_costs = measured
 
 
-def test_another_order_between_two_batches_changes_no_bit(world):
-    seconds = [0.0] * 8
-    stock = world(2).run(plans, 2, config(4), seconds)
-    ours = world(2).run(changing, 2, config(4, prt={"reuse": 4}), seconds)
-    assert ours[0]["programs"][2] != ours[0]["programs"][3]
-    assert ours[0]["losses"] == stock[0]["losses"]
+def test_a_batch_of_another_size_is_no_part_of_the_trial(world):
+    first, second = world(2).run(resized_meanwhile, 2)
+    assert first == second
+    before, another = first[2:4]
+    assert before != another
+    assert first[4] not in (before, another)
+    assert first[5:8] == [before, another, before]
+    assert first[8] in (before, another)
 
 
 def test_costs_of_a_batch_whose_latency_is_known() -> None:

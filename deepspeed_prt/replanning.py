@@ -1,0 +1,103 @@
+"""How the program changes while training: batches are measured, another order is tried, and the faster one stays."""
+
+from collections.abc import Callable
+
+from .control import Control
+from .planning import Planner
+from .profile import Profile, shortest_batch
+from .program.program import Program
+
+_MEASURED = range(1, 3)
+"""The batches that are measured; shapes are agreed and memory is allocated in the first one."""
+
+_ROUNDS = 2
+"""How many batches each of two orders is tried for; of each the shortest counts, as one may have been disturbed."""
+
+
+class Replanning:
+    """Plans once more, for what batches took, and goes on with the new order only if it turns out to be faster.
+
+    The first rank decides for all; placement stays, and with it what each rank computes.
+
+    Args:
+        planner: makes and keeps the programs.
+        control: brings decisions to all ranks.
+        new_profile: makes what times some batches.
+    """
+
+    def __init__(self, planner: Planner, control: Control, new_profile: Callable[[], Profile]) -> None:
+        self._planner = planner
+        self._control = control
+        self._new_profile = new_profile
+        self._measured = new_profile()
+        self._batches = 0
+        self._contest: _Contest | None = None
+
+    def profile(self, program: Program) -> Profile | None:
+        """What is to time the next batch, trained by ``program``; None if nothing is."""
+        if self._contest is not None:
+            return self._contest.profile if program is self._contest.program else None
+        return self._measured if self._batches in _MEASURED else None
+
+    def batch_trained(self, program: Program) -> bool:
+        """Note that ``program`` has trained a batch; returns whether another one is to train the next.
+
+        A collective over the world, where there is something to decide.
+
+        Raises:
+            Exception: planning failed, here on the first rank.
+            RankFailedError: planning failed, there.
+        """
+        if self._contest is not None:
+            return program is self._contest.program and self._go_on(self._contest)
+        self._batches += 1
+        return self._batches == _MEASURED.stop and self._plan_again(program)
+
+    def _plan_again(self, program: Program) -> bool:
+        measurements = self._control.gather(self._measured.measurement())
+        chosen, failure = None, None
+        if self._control.global_rank == 0:
+            try:
+                chosen = self._planner.choose(program, measurements)
+            except Exception as error:
+                failure = error
+        self._control.agree(failure, "planning with measured costs")
+        costs, another = self._control.share(chosen)
+        self._planner.adopt(costs, program if another is None else another)
+        if another is not None:
+            self._contest = _Contest((another, program), (self._new_profile(), self._new_profile()))
+        return True
+
+    def _go_on(self, contest: "_Contest") -> bool:
+        """Change the order, or end with the faster one."""
+        contest.turn = 1 - contest.turn
+        times = [profile.measurement().batches for profile in contest.profiles]
+        if min(map(len, times)) == _ROUNDS:
+            per_rank = self._control.gather(times)
+            another, before = (shortest_batch(batches) for batches in zip(*per_rank, strict=True))
+            contest.turn = self._control.share(int(another > before))
+            self._contest = None
+            if self._control.global_rank == 0:
+                what = "stays with the order it had" if contest.turn else f"changed to {contest.program.schedule}"
+                print(f"deepspeed_prt: {what}: a step took {before:.1f} ms, {another:.1f} ms as planned again",
+                      flush=True)
+        self._planner.use(contest.program)
+        return True
+
+
+class _Contest:
+    """Two programs that take turns."""
+
+    turn = 0
+
+    def __init__(self, programs: tuple[Program, Program], profiles: tuple[Profile, Profile]) -> None:
+        self.programs = programs
+        self.profiles = profiles
+
+    @property
+    def program(self) -> Program:
+        return self.programs[self.turn]
+
+    @property
+    def profile(self) -> Profile:
+        return self.profiles[self.turn]
