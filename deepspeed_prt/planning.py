@@ -10,7 +10,7 @@ from .program.program import Program
 from .program.simulator import simulate
 from .program.sources import program_from
 
-_TRIALS, _TRIED_VISITS = 100, 100_000
+_TRIALS, _TRIED_VISITS = 100, 60_000
 """How many variations of schedules to try, and of how many (stage, micro-batch) pairs at most in all: seconds."""
 
 _GAIN = 0.01

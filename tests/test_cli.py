@@ -70,7 +70,7 @@ def test_both_directions(capsys):
     ("unidirectional", "false", 29.25, 29.25, "FB"),
     ("unidirectional", "true", 25.75, 25.75, "FIW"),
     ("unidirectional", "auto", 25.75, 25.75, "FIW"),
-    ("bidirectional", "false", 27.25, 26.25, "FB"),
+    ("bidirectional", "false", 27.0, 26.25, "FB"),
     ("bidirectional", "true", 24.75, 24.75, "FIW"),
     ("bidirectional", "auto", 24.75, 24.75, "FIW"),
 ])

@@ -1,6 +1,6 @@
 """The program: what every rank does in one batch, and how the passes make it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -41,14 +41,19 @@ class Program:
 
     def peak_in_flight(self, rank: int) -> float:
         """The most activations that ``rank`` holds at once, in micro-batches of a whole rank (``reuse`` stages)."""
-        held = peak = 0
-        for action in self.rows[rank]:
-            if action.kind == FORWARD:
-                held += 1
-                peak = max(peak, held)
-            elif action.kind in GIVES_WEIGHT_GRAD:
-                held -= 1
-        return peak / self.placement.reuse
+        return peak_held(self.rows[rank]) / self.placement.reuse
+
+
+def peak_held(row: Iterable[Action]) -> int:
+    """The most activations that a rank holds at once, in (stage, micro-batch) pairs."""
+    held = peak = 0
+    for action in row:
+        if action.kind == FORWARD:
+            held += 1
+            peak = max(peak, held)
+        elif action.kind in GIVES_WEIGHT_GRAD:
+            held -= 1
+    return peak
 
 
 def complete(schedule: str, compute_rows: Sequence[Row], placement: Placement, micro_batches: int,

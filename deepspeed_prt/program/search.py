@@ -1,11 +1,13 @@
-"""The search behind ``schedule: "auto"``: make every named order, simulate each, keep the best."""
+"""The search behind ``schedule: "auto"``: make every named order, simulate each, improve the best."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from .actions import Row
 from .bounds import lower_bound
 from .costs import Costs
+from .improve import improve
 from .orders import ORDERS
 from .orders._list_scheduler import LARGE, varied_schedule
 from .placement import Placement
@@ -16,14 +18,21 @@ from .split import split_backwards
 _TIE = 1e-9
 """Makespans this close, relatively, are equal; sums of the same costs in another order differ by rounding."""
 
+_IMPROVED = 5
+"""How many orders of either kind of backward to improve, where variations are tried; otherwise one."""
+
+_CHANGES, _CHANGED_VISITS = 100, 60_000
+"""How many changes to try on each, and of how many (stage, micro-batch) pairs at most in all: tenths of a second."""
+
 
 def search(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs,
            split: bool | None, trials: int = 0) -> Program:
     """The program with the shortest simulated step among those within ``max_in_flight``.
 
     Of equally short ones a whole backward wins, then the one that holds less; but the search ends at the first that no
-    order can beat. Orders that depend on costs are made under several assumptions, as list schedulers are led astray by
-    little differences: the costs, costs without time for messages, and both with equal stages. Deterministic.
+    order can beat. Where there is none, the shortest are improved, which keep their names. Orders that depend on costs
+    are made under several assumptions, as little differences lead list schedulers astray: the costs, costs without time
+    for messages, and both with equal stages. Deterministic.
 
     Args:
         placement: ranks, reuse, route and direction.
@@ -33,27 +42,43 @@ def search(placement: Placement, micro_batches: int, max_in_flight: float, costs
         split: consider split backwards only (True), whole ones only (False), or both (None).
         trials: how many variations of list schedules to try besides.
     """
-    best: tuple[tuple[float, bool, float], Program] | None = None
-    bound = lower_bound(placement, micro_batches, costs, split is not False)
-    for name, rows in _orders(placement, micro_batches, max_in_flight, costs, split, trials):
-        program = complete(name, rows, placement, micro_batches, max_in_flight)
-        peak = max(program.peak_in_flight(rank) for rank in range(placement.ranks))
-        if not peak <= max_in_flight:
-            continue
-        makespan = simulate(program, costs).makespan
-        key = (makespan, program.is_split, peak)
-        if best is None or _is_less(key, best[0]):
-            best = key, program
-        if makespan <= bound * (1 + _TIE):
-            break
-    if best is None:
+    bound = lower_bound(placement, micro_batches, costs, split is not False) * (1 + _TIE)
+    found: list[_Found] = []
+    for name, rows in _orders(placement, micro_batches, max_in_flight, costs, split):
+        candidate = _Found.of(complete(name, rows, placement, micro_batches, max_in_flight), costs)
+        if candidate.peak <= max_in_flight:
+            found.append(candidate)
+            if candidate.makespan <= bound:
+                break
+    if not found:
         raise ValueError(f"max_in_flight {max_in_flight:g} is too small: a rank holds at least 1 micro-batch")
-    return best[1]
+    best = _best(found)
+    if best.makespan <= bound:
+        return best.program
+    promising = [is_split for is_split in (False, True) if split in (None, is_split)
+                 and lower_bound(placement, micro_batches, costs, is_split) <= best.makespan]
+    for is_split in promising:
+        for seed in range(trials):
+            varied = varied_schedule(placement, micro_batches, max_in_flight, costs, is_split, seed)
+            if varied is not None:
+                name = "zero_bubble" if is_split else "backward_first"
+                found.append(_Found.of(complete(name, varied, placement, micro_batches, max_in_flight), costs))
+    return _best([_best(found), *_improved(found, promising, costs, _IMPROVED if trials else 1)]).program
 
 
-def _orders(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs, split: bool | None,
-            trials: int) -> Iterator[tuple[str, tuple[Row, ...]]]:
-    """Orders to be tried, with their names."""
+def _improved(found: Sequence["_Found"], kinds: Sequence[bool], costs: Costs, count: int) -> Iterator["_Found"]:
+    """The ``count`` shortest of each kind of backward, improved."""
+    for is_split in kinds:
+        unlike = {candidate.makespan: candidate.program for candidate in found if candidate.is_split == is_split}
+        for makespan in sorted(unlike)[:count]:
+            program = unlike[makespan]
+            visits = program.placement.stages * program.micro_batches
+            yield _Found.of(improve(program, costs, min(_CHANGES, _CHANGED_VISITS // visits)), costs)
+
+
+def _orders(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs,
+            split: bool | None) -> Iterator[tuple[str, tuple[Row, ...]]]:
+    """The named orders, under all assumptions."""
     made: dict[tuple[str, Costs], tuple[Row, ...]] = {}
     for name, is_cut, assumed in _candidates(placement, micro_batches, costs, split):
         if (name, assumed) not in made:
@@ -62,12 +87,6 @@ def _orders(placement: Placement, micro_batches: int, max_in_flight: float, cost
             except ValueError:  # not for this placement
                 continue
         yield name, split_backwards(made[name, assumed]) if is_cut else made[name, assumed]
-    for seed in range(trials):
-        for name, is_split in (("zero_bubble", True), ("backward_first", False)):
-            if split in (None, is_split):
-                varied = varied_schedule(placement, micro_batches, max_in_flight, costs, is_split, seed)
-                if varied is not None:
-                    yield name, varied
 
 
 def _candidates(placement: Placement, micro_batches: int, costs: Costs,
@@ -114,8 +133,28 @@ def _names(placement: Placement, micro_batches: int, costs: Costs, split: bool |
     return whole + in_halves
 
 
-def _is_less(key: tuple[float, bool, float], other: tuple[float, bool, float]) -> bool:
-    if abs(key[0] - other[0]) > _TIE * max(key[0], other[0]):
-        return key[0] < other[0]
-    return key[1:] < other[1:]
+class _Found(NamedTuple):
+    """A program, and what it is judged by, the first first; less is better."""
 
+    makespan: float
+    is_split: bool
+    peak: float
+    program: Program
+
+    @classmethod
+    def of(cls, program: Program, costs: Costs) -> "_Found":
+        peak = max(program.peak_in_flight(rank) for rank in range(program.placement.ranks))
+        return cls(simulate(program, costs).makespan, program.is_split, peak, program)
+
+
+def _best(found: Sequence[_Found]) -> _Found:
+    """The first of the best."""
+    best = found[0]
+    for candidate in found[1:]:
+        if abs(candidate.makespan - best.makespan) > _TIE * max(candidate.makespan, best.makespan):
+            is_better = candidate.makespan < best.makespan
+        else:
+            is_better = candidate[1:3] < best[1:3]
+        if is_better:
+            best = candidate
+    return best

@@ -4,7 +4,7 @@ Sends and receives take no time of their rank (they are asynchronous). A message
 occupies it for ``transfer`` and arrives ``latency`` later.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -51,52 +51,106 @@ class DeadlockError(RuntimeError):
     """The program stands still; :func:`~deepspeed_prt.program.verifier.verify` says why."""
 
 
+_UNKNOWN = -1.0
+"""The arrival of a message that nobody has sent yet."""
+
+
+class Simulation:
+    """A program made ready to be timed, and timed again after its ranks' actions have changed places.
+
+    Compute actions have numbers over all ranks, from 0 on. A message is sent when the action before it in its row ends.
+
+    Attributes:
+        rows: the numbers of each rank's actions, in its order; may be changed.
+        actions: by number.
+        rank_of: by number.
+        durations: by number.
+        sender_of: of an action that needs a message, the one after which it is sent.
+    """
+
+    def __init__(self, program: Program, costs: Costs) -> None:
+        placement = program.placement
+        self.rows: list[list[int]] = []
+        self.actions: list[Action] = []
+        self.rank_of: list[int] = []
+        sent: dict[Action, tuple[int, int]] = {}
+        channels: dict[tuple[int, int], int] = {}
+        messages: Counter[int] = Counter()
+        for rank, row in enumerate(program.rows):
+            first = len(self.actions)
+            for action in row:
+                if action.is_compute:
+                    self.actions.append(action)
+                elif action.kind in (SEND_F, SEND_B) and len(self.actions) > first:
+                    channel = channels.setdefault((rank, peer_of(action, placement)), len(channels))
+                    messages[channel] += 1
+                    sent[counterpart(action)] = len(self.actions) - 1, channel
+            self.rows.append(list(range(first, len(self.actions))))
+            self.rank_of += [rank] * (len(self.actions) - first)
+        self.durations = [costs.of(action) for action in self.actions]
+        self.messages = {channel: messages[index] for channel, index in channels.items()}
+        self.sender_of: dict[int, int] = {}
+        self._placement = placement
+        self._costs = costs
+        # What leaves after each action: for which action it is, and on which channel.
+        self._sends: list[list[tuple[int, int]]] = [[] for _ in self.actions]
+        self._arrivals: list[float] = []
+        for number, action in enumerate(self.actions):
+            needed = incoming(action, placement)
+            self._arrivals.append(0.0 if needed is None else _UNKNOWN)
+            if needed in sent:
+                self.sender_of[number], channel = sent[needed]
+                self._sends[self.sender_of[number]].append((number, channel))
+
+    def starts(self) -> list[float]:
+        """When each action starts, by number.
+
+        Raises:
+            DeadlockError: some rank waits for a message that never comes.
+        """
+        rows, durations, sends, latency, transfer = (self.rows, self.durations, self._sends, self._costs.latency,
+                                                     self._costs.transfer)
+        starts = [0.0] * len(self.actions)
+        arrivals = self._arrivals.copy()
+        free = [0.0] * len(self.messages)
+        clock = [0.0] * len(rows)
+        position = [0] * len(rows)
+        waiting: set[int] = set()
+        runnable = list(range(len(rows)))
+        while runnable:
+            rank = runnable.pop()
+            row, now, index = rows[rank], clock[rank], position[rank]
+            while index < len(row):
+                number = row[index]
+                arrival = arrivals[number]
+                if arrival == _UNKNOWN:
+                    waiting.add(number)
+                    break
+                starts[number] = now = max(now, arrival)
+                now += durations[number]
+                for receiver, channel in sends[number]:
+                    free[channel] = max(now, free[channel]) + transfer
+                    arrivals[receiver] = free[channel] + latency
+                    if receiver in waiting:
+                        waiting.remove(receiver)
+                        runnable.append(self.rank_of[receiver])
+                index += 1
+            position[rank], clock[rank] = index, now
+        if waiting:
+            stuck = ", ".join(f"rank {self.rank_of[number]} for {incoming(self.actions[number], self._placement)}"
+                              for number in sorted(waiting))
+            raise DeadlockError(f"ranks wait for messages that are never sent: {stuck}")
+        return starts
+
+
 def simulate(program: Program, costs: Costs) -> Timeline:
     """Time a program.
 
     Raises:
         DeadlockError: some rank waits for a message that never comes.
     """
-    placement = program.placement
-    rows = program.rows
-    position = [0] * len(rows)
-    clock = [0.0] * len(rows)
-    spans: list[list[Span]] = [[] for _ in rows]
-    arrival: dict[Action, float] = {}
-    free: dict[tuple[int, int], float] = {}
-    waiting: dict[Action, int] = {}
-    messages: Counter[tuple[int, int]] = Counter()
-    runnable = deque(range(len(rows)))
-    while runnable:
-        rank = runnable.popleft()
-        row = rows[rank]
-        now = clock[rank]
-        index = position[rank]
-        while index < len(row):
-            action = row[index]
-            kind = action.kind
-            if kind in (SEND_F, SEND_B):
-                arrived = counterpart(action)
-                channel = rank, peer_of(action, placement)
-                free[channel] = max(now, free.get(channel, 0.0)) + costs.transfer
-                arrival[arrived] = free[channel] + costs.latency
-                messages[channel] += 1
-                if arrived in waiting:
-                    runnable.append(waiting.pop(arrived))
-            elif action.is_compute:
-                recv = incoming(action, placement)
-                start = now
-                if recv is not None:
-                    if recv not in arrival:
-                        waiting[recv] = rank
-                        break
-                    start = max(now, arrival[recv])
-                now = start + costs.of(action)
-                spans[rank].append(Span(action, start, now))
-            index += 1
-        position[rank] = index
-        clock[rank] = now
-    if waiting:
-        stuck = ", ".join(f"rank {rank} for {recv}" for recv, rank in waiting.items())
-        raise DeadlockError(f"ranks wait for messages that are never sent: {stuck}")
-    return Timeline(tuple(map(tuple, spans)), dict(messages), costs.optimizer)
+    simulation = Simulation(program, costs)
+    starts = simulation.starts()
+    spans = tuple(tuple(Span(simulation.actions[number], starts[number], starts[number] + simulation.durations[number])
+                        for number in row) for row in simulation.rows)
+    return Timeline(spans, simulation.messages, costs.optimizer)
