@@ -25,7 +25,7 @@ from .clipping import clip_like_stock
 from .config import PRTConfig, read_section
 from .control import Control
 from .errors import PoisonedMessage, PRTError
-from .gradients import add_shared_gradients, fill_missing_gradients, reduce_tied_gradients
+from .gradients import add_shared_gradients, fill_missing_gradients, mark_copied_gradients, reduce_tied_gradients
 from .loading import LoadingAhead
 from .migration import migrate
 from .module import PRTPipelineModule
@@ -592,6 +592,8 @@ class PRTPipelineEngine(PipelineEngine):
         self._replicas.finish(self._lacking_somewhere, self._control)
         self._replica_norms.average(self._schedule.micro_batches)
         reduce_tied_gradients(self.module, self.optimizer)
+        if self.placement.pipes == 2:
+            mark_copied_gradients(self.module, self.optimizer)
 
     def _exec_reduce_replica_grads(self, stage: int) -> None:
         self._replicas.start(stage)

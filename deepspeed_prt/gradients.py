@@ -7,6 +7,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
@@ -71,6 +72,14 @@ def fill_missing_gradients(optimizer: Any) -> None:
                 weight.grad = torch.zeros_like(weight)
                 if optimizer.use_grad_accum_attribute:
                     optimizer._fill_param_grad_accum_attribute(weight)
+
+
+def mark_copied_gradients(module: nn.Module, optimizer: Any) -> None:
+    """Let FP16_UnfusedOptimizer's norm leave out copies of weights: it looks for the mark at their gradients."""
+    if isinstance(optimizer, FP16_UnfusedOptimizer):
+        for weight in module.parameters():
+            if weight.grad is not None and weight.ds_pipe_replicated:
+                weight.grad.ds_pipe_replicated = True
 
 
 def _fp32_gradient(weight: nn.Parameter, optimizer: Any) -> torch.Tensor | None:

@@ -11,7 +11,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 from . import training
-from .training import MICRO_BATCH, WIDTH, Block, assert_same, blocks, config, mse, vectors, weights
+from .training import MICRO_BATCH, WIDTH, Block, assert_same, blocks, config, mse, on_ends, vectors, weights
 from .workers import TaskFailed
 
 PLANS = pytest.mark.parametrize("prt", [{"reuse": 1}, {"reuse": 2}, {"reuse": 2, "placement": "wave"}],
@@ -191,10 +191,6 @@ def make(case, stages, **kwargs):
     torch.manual_seed(1)
     return PipelineModule(layers(), num_stages=stages, loss_fn=loss_fn, seed_layers=True,
                           **{"partition_method": "uniform", **module_arguments, **kwargs})
-
-
-def on_ends(engine, iterator):
-    return iterator if engine.is_first_stage() or engine.is_last_stage() else None
 
 
 def run_case(case, stages, ds_config, steps=3):

@@ -97,12 +97,15 @@ def build(model: str, stages: int, seed_layers: bool = True, **kwargs: Any) -> P
 
 def data(model: str, engine: Any) -> Iterator | None:
     """The data iterator of this rank: first and last rank only."""
-    if not (engine.is_first_stage() or engine.is_last_stage()):
-        return None
     iterator = MODELS[model][1](100 + engine.grid.get_data_parallel_id())
     if engine.bfloat16_enabled():
-        return ((x.bfloat16() if x.is_floating_point() else x, y) for x, y in iterator)
-    return iterator
+        iterator = ((x.bfloat16() if x.is_floating_point() else x, y) for x, y in iterator)
+    return on_ends(engine, iterator)
+
+
+def on_ends(engine: Any, iterator: Iterator) -> Iterator | None:
+    """The iterator where a script passes one: on the first and the last rank."""
+    return iterator if engine.is_first_stage() or engine.is_last_stage() else None
 
 
 def weights(engine: Any) -> dict[int, dict[str, torch.Tensor]]:
