@@ -37,6 +37,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="timed steps (default: 4; with --real 10 in each round)")
     parser.add_argument("--only", action="append", metavar="SUBSTRING",
                         help="only contenders whose names contain it; may be repeated")
+    parser.add_argument("--rounds", type=int,
+                        help="how often all contenders take turns, so that a machine that gets slower or faster does "
+                        "so for all of them; of layers that sleep the middle round counts (default: 1; 5 with --real)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows to this file")
     emulated = parser.add_argument_group("layers that sleep", "times of one micro-batch through all layers of a rank")
     for kind in ("forward", "input-grad", "weight-grad"):
@@ -48,13 +51,11 @@ def parse_arguments() -> argparse.Namespace:
     emulated.add_argument("--layers", type=int, help="layers of the model (default: 8 a rank)")
     real = parser.add_argument_group("real compute")
     real.add_argument("--real", action="store_true", help="train the example BERT instead")
-    real.add_argument("--rounds", type=int, default=5,
-                      help="how often all contenders take turns, so that a machine that gets slower or faster does so "
-                      "for all of them (default: %(default)s)")
     real.add_argument("--cache-dir", type=Path, default=ROOT / ".cache" / "bert_imdb",
                       help="keeps the vocabulary and the token ids (default: the example's)")
     options = parser.parse_args()
-    for name, emulated_default, real_default in (("ranks", 8, 2), ("micro_batches", [8], [4]), ("steps", 4, 10)):
+    for name, emulated_default, real_default in (("ranks", 8, 2), ("micro_batches", [8], [4]), ("steps", 4, 10),
+                                                 ("rounds", 1, 5)):
         if getattr(options, name) is None:
             setattr(options, name, real_default if options.real else emulated_default)
     if options.layers is None:
@@ -87,7 +88,7 @@ def comparisons(options: argparse.Namespace, announce: Announce) -> Iterator[Com
                 yield run_real(world, who, Reviews(options.cache_dir), micro_batches, options.steps, options.rounds,
                                announce)
             else:
-                yield run_emulated(world, who, emulation, micro_batches, options.steps, announce)
+                yield run_emulated(world, who, emulation, micro_batches, options.steps, options.rounds, announce)
 
 
 def main() -> None:
@@ -98,7 +99,7 @@ def main() -> None:
         "cpus": os.cpu_count(),
         "load_average": os.getloadavg()[0],
     }
-    turns = (len(chosen(options)) + 1) * (options.rounds if options.real else 1)
+    turns = (len(chosen(options)) + 1) * options.rounds
     rows: list[Row] = []
     bounds = []
     with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),

@@ -17,7 +17,7 @@ Row = dict[str, Any]
 def blank_row(contender: Contender, micro_batches: int, refused: str | None = None) -> Row:
     """A row with every key."""
     return {"contender": contender.name, "micro_batches": micro_batches, "refused": refused,
-            **dict.fromkeys(("ratio", "step_ms", "median_ms", "steps_ms", "over_best_peer", "over_baseline",
+            **dict.fromkeys(("ratio", "ratios", "step_ms", "median_ms", "steps_ms", "over_best_peer", "over_baseline",
                              "planned_ratio", "predicted_ratio", "deviation_percent", "peak_in_flight",
                              "peak_in_flight_min", "planned_peak_in_flight", "peak_activation_bytes", "slept_ms",
                              "slept_ms_min", "cpu_ms", "losses", "last_loss", "loss_difference"))}
@@ -47,6 +47,15 @@ def emulated_row(contender: Contender, micro_batches: int, results: Sequence[dic
         row |= {key: results[0][key] for key in ("planned_ratio", "predicted_ratio", "planned_peak_in_flight")}
         row["deviation_percent"] = 100 * (row["predicted_ratio"] / row["ratio"] - 1)
     return row
+
+
+def middle_round(rounds: Sequence[Row]) -> Row:
+    """Of one contender's rows the one with the median ratio, with the ratios of all; or one that says why not."""
+    for row in rounds:
+        if row["refused"] is not None:
+            return row
+    by_ratio = sorted(rounds, key=lambda row: row["ratio"])
+    return by_ratio[(len(by_ratio) - 1) // 2] | {"ratios": [row["ratio"] for row in rounds]}
 
 
 def compare(rows: Sequence[Row], reference_losses: Sequence[float]) -> None:

@@ -9,7 +9,7 @@ from tests.workers import TIMEOUT, TaskFailed, World
 
 from .contenders import Contender
 from .measure import layers_alone, measure
-from .report import Row, blank_row, compare, emulated_row, timed_row
+from .report import Row, blank_row, compare, emulated_row, middle_round, timed_row
 from .settings import Emulation, Reviews
 
 WARM_UP = 7
@@ -41,18 +41,21 @@ def start(ranks: int, step_ms: float | None, steps: int) -> World:
 
 
 def run_emulated(world: World, contenders: Sequence[Contender], emulation: Emulation, micro_batches: int, steps: int,
-                 announce: Announce) -> Comparison:
-    """Let each contender train in turn, on layers that sleep."""
-    announce("layers alone")
-    alone = world.run(layers_alone, emulation, micro_batches, steps)
-    rows = []
-    for contender in contenders:
-        announce(contender.name)
-        results, refused = _run(world, contender, emulation, micro_batches, WARM_UP, steps)
-        rows.append(emulated_row(contender, micro_batches, results, emulation) if refused is None
-                    else blank_row(contender, micro_batches, refused))
+                 rounds: int, announce: Announce) -> Comparison:
+    """Let each contender train in turn on layers that sleep, in rounds; of each its middle round counts."""
+    alone: list[float] = []
+    per_round: list[list[Row]] = [[] for _ in contenders]
+    for _ in range(rounds):
+        announce("layers alone")
+        alone += map(max, zip(*world.run(layers_alone, emulation, micro_batches, steps), strict=True))
+        for contender, rows in zip(contenders, per_round, strict=True):
+            announce(contender.name)
+            results, refused = _run(world, contender, emulation, micro_batches, WARM_UP, steps)
+            rows.append(emulated_row(contender, micro_batches, results, emulation) if refused is None
+                        else blank_row(contender, micro_batches, refused))
+    rows = [middle_round(rows) for rows in per_round]
     compare(rows, next((row["losses"] for row in rows if row["losses"]), []))
-    return Comparison(rows, emulation.ideal_ms(micro_batches), 1000 * min(map(max, zip(*alone, strict=True))))
+    return Comparison(rows, emulation.ideal_ms(micro_batches), 1000 * min(alone))
 
 
 def run_real(world: World, contenders: Sequence[Contender], reviews: Reviews, micro_batches: int, steps: int,
