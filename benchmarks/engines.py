@@ -57,5 +57,5 @@ def predict(engine: Any, emulation: Emulation) -> dict[str, float]:
     return {
         "planned_ratio": simulate(program, costs).makespan / ideal,
         "predicted_ratio": simulate(program, engine.measured_costs).makespan / ideal,
-        "planned_peak_in_flight": max(program.peak_in_flight(rank) for rank in range(placement.ranks)),
+        "planned_peak_in_flight": program.peak,
     }

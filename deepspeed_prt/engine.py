@@ -142,11 +142,10 @@ class PRTPipelineEngine(PipelineEngine):
     def _describe_plan(self) -> str:
         program = self._train_schedule().program
         timeline = simulate(program, Costs.uniform(self.placement))
-        peaks = [program.peak_in_flight(rank) for rank in range(self.num_stages)]
         ways = ", in both directions" if self.placement.pipes == 2 else ""
         return (f"deepspeed_prt: {self.num_stages} ranks x {self.placement.reuse} stages = {self.placement.stages} "
                 f"stages in a {self.placement.name}{ways}, schedule {program.schedule}, {self.micro_batches} "
-                f"micro-batches, predicted bubble {100 * timeline.bubble_fraction:.1f} %, at most {max(peaks):g} "
+                f"micro-batches, predicted bubble {100 * timeline.bubble_fraction:.1f} %, at most {program.peak:g} "
                 "micro-batches in flight per rank")
 
     def _rank_of(self, stage: int, micro_batch: int) -> int:

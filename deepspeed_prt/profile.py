@@ -61,12 +61,17 @@ class Profile:
         self._running = None
         del self._marks[self._finished_marks:]
 
+    @property
+    def batches(self) -> tuple[float, ...]:
+        """The batches so far, as in :class:`Measurement`."""
+        return tuple(self._batches)
+
     def measurement(self) -> Measurement:
         """What came out of all batches."""
         times = defaultdict(list)
         for key, begin, end in self._marks:
             times[key].append(1000 * (end - begin) if self._is_host else begin.elapsed_time(end))
-        return Measurement({key: median(values) for key, values in times.items()}, tuple(self._batches))
+        return Measurement({key: median(values) for key, values in times.items()}, self.batches)
 
     def _mark(self) -> Any:
         if self._is_host:

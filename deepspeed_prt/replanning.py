@@ -71,7 +71,7 @@ class Replanning:
     def _go_on(self, contest: "_Contest") -> bool:
         """Change the order, or end with the faster one."""
         contest.turn = 1 - contest.turn
-        times = [profile.measurement().batches for profile in contest.profiles]
+        times = [profile.batches for profile in contest.profiles]
         if min(map(len, times)) == _ROUNDS:
             per_rank = self._control.gather(times)
             another, before = (shortest_batch(batches) for batches in zip(*per_rank, strict=True))

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.report import middle_round
+
 SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "compare.py"
 KEYS = {"contender", "micro_batches", "refused", "ratio", "step_ms", "median_ms", "over_best_peer", "over_baseline",
         "predicted_ratio", "deviation_percent", "peak_in_flight", "peak_in_flight_min", "planned_peak_in_flight",
@@ -63,3 +65,11 @@ def test_a_refusal_has_its_reason_and_no_times(rows: dict[str, dict[str, Any]]) 
     row = rows[REFUSED]
     assert "gradient_accumulation_steps >= 2 * 2, got 3" in row["refused"]
     assert row["ratio"] is None and row["step_ms"] is None
+
+
+def test_of_several_rounds_the_middle_one_counts() -> None:
+    rounds = [{"ratio": ratio, "refused": None} for ratio in (1.3, 1.1, 1.2)]
+    assert middle_round(rounds) == {"ratio": 1.2, "refused": None, "ratios": [1.3, 1.1, 1.2]}
+    assert middle_round(rounds[:1])["ratio"] == 1.3
+    refused = {"ratio": None, "refused": "too small"}
+    assert middle_round([*rounds, refused]) is refused

@@ -43,9 +43,9 @@ def improve(program: Program, costs: Costs, changes: int) -> Program:
                 changed = simulation.starts()
             except DeadlockError:
                 changed = None
-            if changed is not None and _makespan(simulation, changed) <= makespan * (1 + _GAIN):
-                starts, makespan = changed, _makespan(simulation, changed)
-                candidates = _neighbours(simulation, starts)
+            if changed is not None and (length := _makespan(simulation, changed)) <= makespan * (1 + _GAIN):
+                makespan = length
+                candidates = _neighbours(simulation, changed)
                 continue
         row[index], row[index + 1] = row[index + 1], row[index]
     if makespan >= first * (1 - _GAIN):

@@ -43,6 +43,11 @@ class Program:
         """The most activations that ``rank`` holds at once, in micro-batches of a whole rank (``reuse`` stages)."""
         return peak_held(self.rows[rank]) / self.placement.reuse
 
+    @cached_property
+    def peak(self) -> float:
+        """The most that any rank holds at once, as :meth:`peak_in_flight` counts."""
+        return max(self.peak_in_flight(rank) for rank in range(self.placement.ranks))
+
 
 def peak_held(row: Iterable[Action]) -> int:
     """The most activations that a rank holds at once, in (stage, micro-batch) pairs."""

@@ -45,10 +45,10 @@ def search(placement: Placement, micro_batches: int, max_in_flight: float, costs
     bound = lower_bound(placement, micro_batches, costs, split is not False) * (1 + _TIE)
     found: list[_Found] = []
     for name, rows in _orders(placement, micro_batches, max_in_flight, costs, split):
-        candidate = _Found.of(complete(name, rows, placement, micro_batches, max_in_flight), costs)
-        if candidate.peak <= max_in_flight:
-            found.append(candidate)
-            if candidate.makespan <= bound:
+        program = complete(name, rows, placement, micro_batches, max_in_flight)
+        if program.peak <= max_in_flight:
+            found.append(_Found.of(program, costs))
+            if found[-1].makespan <= bound:
                 break
     if not found:
         raise ValueError(f"max_in_flight {max_in_flight:g} is too small: a rank holds at least 1 micro-batch")
@@ -63,7 +63,7 @@ def search(placement: Placement, micro_batches: int, max_in_flight: float, costs
             if varied is not None:
                 name = "zero_bubble" if is_split else "backward_first"
                 found.append(_Found.of(complete(name, varied, placement, micro_batches, max_in_flight), costs))
-    return _best([_best(found), *_improved(found, promising, costs, _IMPROVED if trials else 1)]).program
+    return _best([*found, *_improved(found, promising, costs, _IMPROVED if trials else 1)]).program
 
 
 def _improved(found: Sequence["_Found"], kinds: Sequence[bool], costs: Costs, count: int) -> Iterator["_Found"]:
@@ -143,8 +143,7 @@ class _Found(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, costs: Costs) -> "_Found":
-        peak = max(program.peak_in_flight(rank) for rank in range(program.placement.ranks))
-        return cls(simulate(program, costs).makespan, program.is_split, peak, program)
+        return cls(simulate(program, costs).makespan, program.is_split, program.peak, program)
 
 
 def _best(found: Sequence[_Found]) -> _Found:
