@@ -2,7 +2,8 @@
 
 While a batch runs, the ``forward`` of every module that is known here records what its weight gradients need and lets
 autograd find the input's gradient only. The operations are those of autograd's own formulas, so the results are
-bit-identical. Weights of all other modules, and tied ones, get their gradients with the input's, as usual.
+bit-identical. Of norms, whose kernels find all gradients in about the time of one, only the accumulation comes later.
+Weights of all other modules, and tied ones, get their gradients with the input's, as usual.
 """
 
 import sys
@@ -16,6 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
+
+_unsafe_view = torch.ops.aten._unsafe_view.default
+"""A view that does not know of what: autograd may then add to it, and layers change it, in place."""
 
 
 class Deferred(NamedTuple):
@@ -31,15 +35,14 @@ class Rule(Protocol):
     def fits(self, module: Any, x: Tensor) -> bool:
         """Whether the rule covers this call."""
 
-    def forward(self, module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-        """The output, then what else the backward needs."""
+    def forward(self, module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The output."""
 
-    def input_grad(self, module: Any, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
-                   *saved: Tensor) -> Tensor | None:
+    def input_grad(self, module: Any, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """The gradient of ``x``."""
 
     def weight_grads(self, module: Any, wanted: tuple[bool, bool], grad: Tensor, x: Tensor, weight: Tensor,
-                     bias: Tensor | None, *saved: Tensor) -> tuple[Tensor | None, Tensor | None]:
+                     bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of weight and bias, where wanted."""
 
 
@@ -49,11 +52,11 @@ class _Linear:
     def fits(self, module: nn.Linear, x: Tensor) -> bool:
         return True
 
-    def forward(self, module: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-        return F.linear(x, weight, bias),
+    def forward(self, module: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
 
     def input_grad(self, module: nn.Linear, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return grad.reshape(-1, grad.shape[-1]).mm(weight).view(x.shape)
+        return _unsafe_view(grad.reshape(-1, grad.shape[-1]).mm(weight), x.shape)
 
     def weight_grads(self, module: nn.Linear, wanted: tuple[bool, bool], grad: Tensor, x: Tensor, weight: Tensor,
                      bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -67,11 +70,11 @@ class _Conv1D:
     def fits(self, module: Any, x: Tensor) -> bool:
         return True
 
-    def forward(self, module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(self, module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.addmm(bias, x.view(-1, x.size(-1)), weight).view((*x.shape[:-1], module.nf)),
 
     def input_grad(self, module: Any, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return grad.reshape(-1, grad.shape[-1]).mm(weight.t()).view(x.shape)
+        return _unsafe_view(grad.reshape(-1, grad.shape[-1]).mm(weight.t()), x.shape)
 
     def weight_grads(self, module: Any, wanted: tuple[bool, bool], grad: Tensor, x: Tensor, weight: Tensor,
                      bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -86,8 +89,8 @@ class _Conv:
         return (module.padding_mode == "zeros" and not isinstance(module.padding, str)
                 and x.dim() == 2 + len(module.kernel_size))
 
-    def forward(self, module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-        return module._conv_forward(x, weight, bias),
+    def forward(self, module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return module._conv_forward(x, weight, bias)
 
     def input_grad(self, module: _ConvNd, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self._backward(module, grad, x, weight, bias, [True, False, False])[0]
@@ -110,8 +113,8 @@ class _Embedding:
     def fits(self, module: nn.Embedding, x: Tensor) -> bool:
         return not module.sparse and module.max_norm is None
 
-    def forward(self, module: nn.Embedding, x: Tensor, weight: Tensor, bias: None) -> tuple[Tensor, ...]:
-        return F.embedding(x, weight, module.padding_idx, scale_grad_by_freq=module.scale_grad_by_freq),
+    def forward(self, module: nn.Embedding, x: Tensor, weight: Tensor, bias: None) -> Tensor:
+        return F.embedding(x, weight, module.padding_idx, scale_grad_by_freq=module.scale_grad_by_freq)
 
     def input_grad(self, module: nn.Embedding, grad: Tensor, x: Tensor, weight: Tensor, bias: None) -> None:
         return None
@@ -123,65 +126,16 @@ class _Embedding:
                                                        module.scale_grad_by_freq), None
 
 
-class _LayerNorm:
-    """nn.LayerNorm."""
-
-    def fits(self, module: nn.LayerNorm, x: Tensor) -> bool:
-        return module.weight.dtype == x.dtype
-
-    def forward(self, module: nn.LayerNorm, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-        return torch.native_layer_norm(x, module.normalized_shape, weight, bias, module.eps)
-
-    def input_grad(self, module: nn.LayerNorm, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
-                   *saved: Tensor) -> Tensor:
-        return torch.ops.aten.native_layer_norm_backward(grad, x, module.normalized_shape, *saved, weight, bias,
-                                                         [True, False, False])[0]
-
-    def weight_grads(self, module: nn.LayerNorm, wanted: tuple[bool, bool], grad: Tensor, x: Tensor, weight: Tensor,
-                     bias: Tensor | None, *saved: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        _, of_weight, of_bias = torch.ops.aten.native_layer_norm_backward(
-            grad, x, module.normalized_shape, *saved, weight, bias, [False, *wanted])
-        return of_weight, of_bias
-
-
-class _GroupNorm:
-    """nn.GroupNorm."""
-
-    def fits(self, module: nn.GroupNorm, x: Tensor) -> bool:
-        return module.weight.dtype == x.dtype and x.is_contiguous()
-
-    def forward(self, module: nn.GroupNorm, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-        return torch.native_group_norm(x, weight, bias, *self._shape(x), module.num_groups, module.eps)
-
-    def input_grad(self, module: nn.GroupNorm, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
-                   *saved: Tensor) -> Tensor:
-        return self._backward(module, grad, x, weight, saved, [True, False, False])[0]
-
-    def weight_grads(self, module: nn.GroupNorm, wanted: tuple[bool, bool], grad: Tensor, x: Tensor, weight: Tensor,
-                     bias: Tensor | None, *saved: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        _, of_weight, of_bias = self._backward(module, grad, x, weight, saved, [False, *wanted])
-        return of_weight, of_bias
-
-    def _backward(self, module: nn.GroupNorm, grad: Tensor, x: Tensor, weight: Tensor, saved: Sequence[Tensor],
-                  wanted: list[bool]) -> Any:
-        return torch.ops.aten.native_group_norm_backward(grad.contiguous(), x, *saved, weight, *self._shape(x),
-                                                         module.num_groups, wanted)
-
-    @staticmethod
-    def _shape(x: Tensor) -> tuple[int, int, int]:
-        return x.shape[0], x.shape[1], x.numel() // (x.shape[0] * x.shape[1])
-
-
 _RULES: dict[Any, Rule] = {
     nn.Linear.forward: _Linear(),
     nn.Conv1d.forward: _Conv(),
     nn.Conv2d.forward: _Conv(),
     nn.Conv3d.forward: _Conv(),
     nn.Embedding.forward: _Embedding(),
-    nn.LayerNorm.forward: _LayerNorm(),
-    nn.GroupNorm.forward: _GroupNorm(),
 }
 """By the forward that a module's class has, so that a subclass with a forward of its own is left alone."""
+
+_NORMS = nn.LayerNorm, nn.GroupNorm, _BatchNorm
 
 
 class SplitBackward:
@@ -229,7 +183,7 @@ class SplitBackward:
             rule = _Conv1D()
         if rule is not None:
             return partial(self._call, rule, module)
-        return partial(self._call_with_proxies, module) if isinstance(module, _BatchNorm) else None
+        return partial(self._call_with_proxies, module) if isinstance(module, _NORMS) else None
 
     def _call(self, rule: Rule, module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
         x, = *args, *kwargs.values()
@@ -242,18 +196,18 @@ class SplitBackward:
         # In a tuple, autograd does not see the weights.
         return _Split.apply(self._anchor, x, self, rule, module, wanted, (weight, bias))
 
-    def _call_with_proxies(self, module: Any, x: Tensor) -> Tensor:
-        """Where kernels give all gradients at once, only their accumulation is deferred."""
+    def _call_with_proxies(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Let autograd give the weights' gradients to others, which hand them on later."""
         weights = {name: weight for name, weight in module._parameters.items()
                    if weight is not None and weight.requires_grad}
         if not torch.is_grad_enabled() or not weights:
-            return type(module).forward(module, x)
+            return type(module).forward(module, *args, **kwargs)
         for name, weight in weights.items():
             proxy = weight.detach().requires_grad_()
             proxy.register_post_accumulate_grad_hook(partial(self._take_over, weight))
             module._parameters[name] = proxy
         try:
-            return type(module).forward(module, x)
+            return type(module).forward(module, *args, **kwargs)
         finally:
             module._parameters.update(weights)
 
@@ -272,11 +226,10 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor, owner: SplitBackward, rule: Rule, module: Any,
                 wanted: tuple[bool, bool], weights: tuple[Tensor, Tensor | None]) -> Tensor:
-        output, *saved = rule.forward(module, x, *weights)
+        output = rule.forward(module, x, *weights)
         if output._is_view():
-            # What comes out of a Function as a view must not be changed in place, as an activation may want to.
-            output = torch.ops.aten._unsafe_view(output, output.shape)
-        ctx.save_for_backward(x, *weights, *saved)
+            output = _unsafe_view(output, output.shape)
+        ctx.save_for_backward(x, *weights)
         ctx.call = owner, rule, module, wanted, weights
         return output
 
@@ -297,36 +250,30 @@ def accumulate(deferred: list[Deferred], prologue: Callable[[], None] | None = N
     """Compute deferred weight gradients and accumulate them, each weight once, with all its hooks.
 
     Args:
-        deferred: what the backward of one stage and micro-batch deferred.
+        deferred: what the backward of one stage and micro-batch deferred, at least one; empty afterwards.
         prologue: to be called inside of the backward, before anything else.
     """
-    targets = {id(weight): weight for item in deferred for weight in item.weights}
-
-    def gradients() -> list[Tensor]:
-        if prologue is not None:
-            prologue()
-        totals: dict[int, Tensor] = {}
-        for item in deferred:
-            for weight, gradient in zip(item.weights, item.compute(), strict=True):
-                # In the order in which autograd would have added them.
-                totals[id(weight)] = totals[id(weight)] + gradient if id(weight) in totals else gradient
-        deferred.clear()
-        return [totals[key] for key in targets]
-
-    _Give.apply(gradients, *targets.values()).backward()
+    # autograd runs what was made last first, and accumulates a gradient before it goes on: so the gradients come one
+    # after the other, in the order in which a whole backward adds them, and none waits for others in memory.
+    roots = [_Give.apply(item.compute, *item.weights) for item in reversed(deferred)]
+    deferred.clear()
+    if prologue is not None:
+        roots[-1].grad_fn.register_prehook(lambda _: prologue())
+    torch.autograd.backward(roots, [root.detach() for root in roots])
 
 
 class _Give(torch.autograd.Function):
-    """Gives weights the gradients that a function computes inside of the backward."""
+    """Gives weights the gradients that a function computes inside of the backward, whatever comes into it."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: Callable[[], list[Tensor]], *weights: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return weights[0].new_zeros(())
+    def forward(ctx: Any, compute: Callable[[], Sequence[Tensor]], *weights: Tensor) -> Tensor:
+        ctx.compute = compute
+        return weights[0].new_empty(())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.gradients()
+        compute, ctx.compute = ctx.compute, None
+        return None, *compute()
 
 
 def _not_compiled(module: nn.Module) -> Iterator[nn.Module]:
