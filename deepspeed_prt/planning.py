@@ -16,12 +16,20 @@ _TRIALS, _TRIED_VISITS = 100, 60_000
 _GAIN = 0.01
 """The part of a step that another order has to promise to save."""
 
+_SPLITTING = 0.25
+"""The part of a step that splitting backwards may cost, which the times of the halves do not show."""
+
 
 class Planner:
     """Makes the program of each number of micro-batches, once.
 
     Args:
         section: says which schedule, and within which cap.
+
+    Attributes:
+        placement: to be set before anything is planned.
+        split: whether backwards are split; None leaves it to the search.
+        costs: what the stages take, once that is known.
     """
 
     placement: Placement
@@ -29,6 +37,7 @@ class Planner:
     def __init__(self, section: PRTConfig) -> None:
         self._section = section
         self._programs: dict[int, Program] = {}
+        self.split = section.split
         self.costs: Costs | None = None
 
     def program(self, micro_batches: int) -> Program:
@@ -39,22 +48,33 @@ class Planner:
             ProgramError: the program does not verify.
         """
         if micro_batches not in self._programs:
-            self._programs[micro_batches] = self._make(micro_batches, self.costs)
+            self._programs[micro_batches] = self._make(micro_batches, self.costs, self.split)
         return self._programs[micro_batches]
 
-    def choose(self, program: Program, measurements: Sequence[Measurement]) -> tuple[Costs, Program | None]:
-        """The costs of the stages, and the program for them if it promises to save enough of what ``program`` takes."""
+    def choose(self, program: Program, measurements: Sequence[Measurement]) -> tuple[Costs, list[Program]]:
+        """The costs of the stages, and the programs that may be faster with them than ``program``.
+
+        These are the best one, if it promises to save enough, and where backwards need not be split, the best that
+        splits none: halves take longer than the whole, but how much longer is only seen by trying.
+        """
         costs = measured_costs(program, measurements)
         if self._section.schedule != "auto":
-            return costs, None
+            return costs, []
+        before = simulate(program, costs).makespan
         visits = self.placement.stages * program.micro_batches
-        better = self._make(program.micro_batches, costs, min(_TRIALS, _TRIED_VISITS // visits))
-        before, after = (simulate(candidate, costs).makespan for candidate in (program, better))
-        if after >= before * (1 - _GAIN):
-            return costs, None
-        print(f"deepspeed_prt: tries schedule {better.schedule} with {_describe(costs)}; predicted step "
-              f"{before:.1f} -> {after:.1f} ms", flush=True)
-        return costs, better
+        best = self._make(program.micro_batches, costs, self.split, min(_TRIALS, _TRIED_VISITS // visits))
+        candidates = [best]
+        if self.split is None and best.is_split:
+            candidates.append(self._make(program.micro_batches, costs, split=False))
+        chosen = []
+        for candidate in candidates:
+            after = simulate(candidate, costs).makespan
+            worth = 1 + _SPLITTING if program.is_split and not candidate.is_split else 1 - _GAIN
+            if after < before * worth:
+                print(f"deepspeed_prt: tries {describe(candidate)}, with {_describe_costs(costs)}; predicted step "
+                      f"{before:.1f} -> {after:.1f} ms", flush=True)
+                chosen.append(candidate)
+        return costs, chosen
 
     def adopt(self, costs: Costs, program: Program) -> None:
         """Go on with what was chosen; other numbers of micro-batches are planned anew."""
@@ -66,13 +86,18 @@ class Planner:
         """Train batches of this many micro-batches by ``program`` from now on."""
         self._programs[program.micro_batches] = program
 
-    def _make(self, micro_batches: int, costs: Costs | None, trials: int = 0) -> Program:
+    def _make(self, micro_batches: int, costs: Costs | None, split: bool | None, trials: int = 0) -> Program:
         section = self._section
-        return program_from(section.schedule, self.placement, micro_batches, section.max_in_flight, costs,
-                            section.split, trials)
+        return program_from(section.schedule, self.placement, micro_batches, section.max_in_flight, costs, split,
+                            trials)
 
 
-def _describe(costs: Costs) -> str:
+def describe(program: Program) -> str:
+    """A program in words."""
+    return f"{program.schedule}, {'split' if program.is_split else 'whole'} backward"
+
+
+def _describe_costs(costs: Costs) -> str:
     """Costs in words, without those of every stage."""
     mean = [sum(times) / len(times) for times in (costs.forward, costs.input_grad, costs.weight_grad)]
     return "F {:.1f}, I {:.1f}, W {:.1f} ms a stage and {:.1f} ms a message".format(*mean, costs.latency)

@@ -1,9 +1,9 @@
-"""How the program changes while training: batches are measured, another order is tried, and the faster one stays."""
+"""How the program changes while training: batches are measured, other orders are tried, and the fastest one stays."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from .control import Control
-from .planning import Planner
+from .planning import Planner, describe
 from .profile import Profile, shortest_batch
 from .program.program import Program
 
@@ -11,11 +11,11 @@ _MEASURED = range(1, 3)
 """The batches that are measured; shapes are agreed and memory is allocated in the first one."""
 
 _ROUNDS = 2
-"""How many batches each of two orders is tried for; of each the shortest counts, as one may have been disturbed."""
+"""How many batches each order is tried for; of each the shortest counts, as one may have been disturbed."""
 
 
 class Replanning:
-    """Plans once more, for what batches took, and goes on with the new order only if it turns out to be faster.
+    """Plans once more, for what batches took, and goes on with a new order only if it turns out to be the fastest.
 
     The first rank decides for all; placement stays, and with it what each rank computes.
 
@@ -62,37 +62,43 @@ class Replanning:
             except Exception as error:
                 failure = error
         self._control.agree(failure, "planning with measured costs")
-        costs, another = self._control.share(chosen)
-        self._planner.adopt(costs, program if another is None else another)
-        if another is not None:
-            self._contest = _Contest((another, program), (self._new_profile(), self._new_profile()))
+        costs, others = self._control.share(chosen)
+        self._planner.adopt(costs, program)
+        if others:
+            self._contest = _Contest([program, *others], self._new_profile)
+            self._planner.use(self._contest.program)
         return True
 
     def _go_on(self, contest: "_Contest") -> bool:
-        """Change the order, or end with the faster one."""
-        contest.turn = 1 - contest.turn
-        times = [profile.batches for profile in contest.profiles]
-        if min(map(len, times)) == _ROUNDS:
-            per_rank = self._control.gather(times)
-            another, before = (shortest_batch(batches) for batches in zip(*per_rank, strict=True))
-            contest.turn = self._control.share(int(another > before))
-            self._contest = None
-            if self._control.global_rank == 0:
-                what = "stays with the order it had" if contest.turn else f"changed to {contest.program.schedule}"
-                print(f"deepspeed_prt: {what}: a step took {before:.1f} ms, {another:.1f} ms as planned again",
-                      flush=True)
+        """Change the order, or end with the fastest one."""
+        contest.turn = (contest.turn + 1) % len(contest.programs)
+        batches = [profile.batches for profile in contest.profiles]
+        if min(map(len, batches)) == _ROUNDS:
+            per_rank = self._control.gather(batches)
+            times = [shortest_batch(of_program) for of_program in zip(*per_rank, strict=True)]
+            contest.turn = self._control.share(times.index(min(times)))
+            self._end(contest, times)
         self._planner.use(contest.program)
         return True
 
+    def _end(self, contest: "_Contest", times: Sequence[float]) -> None:
+        self._contest = None
+        if not contest.program.is_split and any(program.is_split for program in contest.programs):
+            self._planner.split = False
+        if self._control.global_rank == 0:
+            others = "; ".join(f"{time:.1f} ms ({describe(program)})"
+                               for program, time in list(zip(contest.programs, times, strict=True))[1:])
+            what = f"changed to {describe(contest.program)}" if contest.turn else "stays with the order it had"
+            print(f"deepspeed_prt: {what}: a step took {times[0]:.1f} ms before, {others}", flush=True)
+
 
 class _Contest:
-    """Two programs that take turns."""
+    """Programs that take turns, the one so far being the last to do so."""
 
-    turn = 0
-
-    def __init__(self, programs: tuple[Program, Program], profiles: tuple[Profile, Profile]) -> None:
+    def __init__(self, programs: Sequence[Program], new_profile: Callable[[], Profile]) -> None:
         self.programs = programs
-        self.profiles = profiles
+        self.profiles = [new_profile() for _ in programs]
+        self.turn = 1
 
     @property
     def program(self) -> Program:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import deepspeed
@@ -12,6 +13,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 
 from deepspeed_prt.errors import RankFailedError
 from deepspeed_prt.profile import Measurement, Profile, measured_costs
+from deepspeed_prt.program.actions import Row
 from deepspeed_prt.program.build import build
 from deepspeed_prt.program.costs import Costs
 from deepspeed_prt.program.placement import Placement
@@ -34,15 +36,20 @@ class SlowBlock(Block):
         return super().forward(x)
 
 
-def plans(ranks: int, ds_config: dict[str, Any], seconds: list[float], batches: int = 8) -> dict[str, Any]:
-    """Train some batches of one slow block a stage; reports the program of each batch and what was measured."""
+def plans(ranks: int, ds_config: dict[str, Any], seconds: list[float],
+          sizes: Sequence[int] = (4, ) * 8) -> dict[str, Any]:
+    """Train batches of one slow block a stage; reports the program of each batch and what was measured.
+
+    ``sizes`` are their numbers of micro-batches.
+    """
     torch.manual_seed(1)
     module = PipelineModule([LayerSpec(SlowBlock, duration) for duration in seconds], num_stages=ranks,
                             loss_fn=training.mse, partition_method="uniform")
     engine, *_ = deepspeed.initialize(model=module, config=copy.deepcopy(ds_config))
     iterator = training.data("blocks", engine)
     programs, losses = [], []
-    for _ in range(batches):
+    for size in sizes:
+        engine.set_train_batch_size(size * training.MICRO_BATCH)
         if ds_config.get("prt"):
             program = engine._train_schedule().program
             programs.append((program.schedule, program.rows))
@@ -53,7 +60,7 @@ def plans(ranks: int, ds_config: dict[str, Any], seconds: list[float], batches: 
 @pytest.mark.parametrize("direction", ["unidirectional", "bidirectional"])
 def test_all_ranks_measure_two_batches_and_go_on_alike(world, direction):
     seconds = [0.0, 0.03, 0.0, 0.0]
-    prt = {"reuse": 2, "direction": direction}
+    prt = {"reuse": 2, "direction": direction, "split_backward": True}
     first, *others = world(2).run(plans, 2, config(4, prt=prt), seconds)
     for other in others:
         assert other["costs"] == first["costs"]
@@ -148,28 +155,46 @@ def resized(ranks: int) -> tuple[str, Any]:
     return f"{program.micro_batches} micro-batches", program.rows
 
 
-def changing(ranks: int, ds_config: dict[str, Any], *times: float) -> dict[str, Any]:
-    """As :func:`plans`, with measured costs for which another order is shorter, and what the two orders then take."""
+def changing(ranks: int, ds_config: dict[str, Any], sizes: Sequence[int], times: Sequence[float]) -> dict[str, Any]:
+    """As :func:`plans`, with measured costs for which another order is shorter, and what all orders then take."""
     from deepspeed_prt import planning, replanning
     measured, shortest = planning.measured_costs, replanning.shortest_batch
     in_turn = iter(times)
     planning.measured_costs = lambda program, _: Costs.uniform(program.placement, latency=20.0)
     replanning.shortest_batch = lambda _: next(in_turn)
     try:
-        return plans(ranks, ds_config, [0.0] * 8)
+        return plans(ranks, ds_config, [0.0] * 8, sizes)
     finally:
         planning.measured_costs, replanning.shortest_batch = measured, shortest
 
 
-@pytest.mark.parametrize(("another", "before"), [(3.0, 4.0), (4.0, 3.0)])
-def test_of_two_orders_the_faster_one_stays_and_no_bit_changes(world, another, before):
-    stock = world(2).run(plans, 2, config(4), [0.0] * 8)
-    ours = world(2).run(changing, 2, config(4, prt={"reuse": 4}), another, before)
-    programs = ours[0]["programs"]
-    assert programs[2] != programs[3]
-    assert programs[3:7] == [programs[3], programs[2]] * 2
-    assert programs[7] == programs[3 if another < before else 2]
-    assert ours[1]["programs"] == programs
+def is_split(program: tuple[str, Sequence[Row]]) -> bool:
+    return any(action.kind == "W" for row in program[1] for action in row)
+
+
+@pytest.mark.parametrize("times", [(4.0, 3.0), (3.0, 4.0), (3.0, 3.0)])
+def test_of_two_orders_the_faster_one_stays_and_no_bit_changes(world, times):
+    sizes = [4] * 8
+    stock = world(2).run(plans, 2, config(4), [0.0] * 8, sizes)
+    ours = world(2).run(changing, 2, config(4, prt={"reuse": 4, "split_backward": True}), sizes, times)
+    before, another = programs = ours[0]["programs"][2:4]
+    assert before != another
+    assert ours[0]["programs"] == [before] * 3 + [another, before] * 2 + [programs[times.index(min(times))]]
+    assert ours[1]["programs"] == ours[0]["programs"]
+    assert ours[0]["losses"] == stock[0]["losses"]
+
+
+@pytest.mark.parametrize("times", [(2.0, 3.0, 4.0), (4.0, 2.0, 3.0), (4.0, 3.0, 2.0)])
+def test_where_backwards_need_not_be_split_a_whole_one_is_tried_too(world, times):
+    sizes = [4] * 10 + [6]
+    stock = world(2).run(plans, 2, config(4), [0.0] * 8, sizes)
+    ours = world(2).run(changing, 2, config(4, prt={"reuse": 4}), sizes, times)
+    before, another, whole = ours[0]["programs"][2:5]
+    assert [is_split(program) for program in (before, another, whole)] == [True, True, False]
+    fastest = (before, another, whole)[times.index(min(times))]
+    assert ours[0]["programs"][:10] == [before] * 3 + [another, whole, before] * 2 + [fastest]
+    assert is_split(ours[0]["programs"][10]) == is_split(fastest), "so are batches of other sizes"
+    assert ours[1]["programs"] == ours[0]["programs"]
     assert ours[0]["losses"] == stock[0]["losses"]
 
 
@@ -179,7 +204,8 @@ def resized_meanwhile(ranks: int) -> list[Any]:
     measured = planning.measured_costs
     planning.measured_costs = lambda program, _: Costs.uniform(program.placement, latency=20.0)
     try:
-        engine, *_ = deepspeed.initialize(model=training.build("blocks", ranks), config=config(4, prt={"reuse": 4}))
+        engine, *_ = deepspeed.initialize(model=training.build("blocks", ranks),
+                                          config=config(4, prt={"reuse": 4, "split_backward": True}))
         iterator = training.data("blocks", engine)
         programs = []
         for micro_batches in (4, 4, 4, 4, 6, 4, 4, 4, 4):
