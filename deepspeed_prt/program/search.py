@@ -1,6 +1,6 @@
 """The search behind ``schedule: "auto"``: make every named order, simulate each, improve the best."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -24,15 +24,18 @@ _IMPROVED = 5
 _CHANGES, _CHANGED_VISITS = 100, 60_000
 """How many changes to try on each, and of how many (stage, micro-batch) pairs at most in all: tenths of a second."""
 
+_ASSUMING = ("zero_bubble", False), ("backward_first", False)
+"""The orders to make under several assumptions: those that win most often."""
+
 
 def search(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs,
            split: bool | None, trials: int = 0) -> Program:
     """The program with the shortest simulated step among those within ``max_in_flight``.
 
     Of equally short ones a whole backward wins, then the one that holds less; but the search ends at the first that no
-    order can beat. Where there is none, the shortest are improved, which keep their names. Orders that depend on costs
-    are made under several assumptions, as little differences lead list schedulers astray: the costs, costs without time
-    for messages, and both with equal stages. Deterministic.
+    order can beat. Where there is none, the shortest are improved, which keep their names. The orders that win most
+    often are made under several assumptions, as little differences lead list schedulers astray: the costs, costs without
+    time for messages, and both with equal stages. Deterministic.
 
     Args:
         placement: ranks, reuse, route and direction.
@@ -42,45 +45,50 @@ def search(placement: Placement, micro_batches: int, max_in_flight: float, costs
         split: consider split backwards only (True), whole ones only (False), or both (None).
         trials: how many variations of list schedules to try besides.
     """
-    bound = lower_bound(placement, micro_batches, costs, split is not False) * (1 + _TIE)
+    bounds = {is_split: lower_bound(placement, micro_batches, costs, is_split) for is_split in (False, True)}
     found: list[_Found] = []
-    for name, rows in _orders(placement, micro_batches, max_in_flight, costs, split):
+
+    def is_promising(is_split: bool) -> bool:
+        """Whether such a backward can be as short as the best so far."""
+        return not found or bounds[is_split] <= _best(found).makespan * (1 + _TIE)
+
+    for name, rows in _orders(placement, micro_batches, max_in_flight, costs, split, is_promising):
         program = complete(name, rows, placement, micro_batches, max_in_flight)
         if program.peak <= max_in_flight:
             found.append(_Found.of(program, costs))
-            if found[-1].makespan <= bound:
-                break
+            if found[-1].makespan <= bounds[split is not False] * (1 + _TIE):
+                return _best(found).program
     if not found:
         raise ValueError(f"max_in_flight {max_in_flight:g} is too small: a rank holds at least 1 micro-batch")
-    best = _best(found)
-    if best.makespan <= bound:
-        return best.program
-    promising = [is_split for is_split in (False, True) if split in (None, is_split)
-                 and lower_bound(placement, micro_batches, costs, is_split) <= best.makespan]
+    promising = [is_split for is_split in (False, True) if split in (None, is_split) and is_promising(is_split)]
     for is_split in promising:
         for seed in range(trials):
             varied = varied_schedule(placement, micro_batches, max_in_flight, costs, is_split, seed)
             if varied is not None:
                 name = "zero_bubble" if is_split else "backward_first"
                 found.append(_Found.of(complete(name, varied, placement, micro_batches, max_in_flight), costs))
-    return _best([*found, *_improved(found, promising, costs, _IMPROVED if trials else 1)]).program
+    changes = min(_CHANGES, _CHANGED_VISITS // (placement.stages * micro_batches))
+    if changes:
+        found += list(_improved(found, promising, costs, _IMPROVED if trials else 1, changes))
+    return _best(found).program
 
 
-def _improved(found: Sequence["_Found"], kinds: Sequence[bool], costs: Costs, count: int) -> Iterator["_Found"]:
-    """The ``count`` shortest of each kind of backward, improved."""
+def _improved(found: Sequence["_Found"], kinds: Sequence[bool], costs: Costs, count: int,
+              changes: int) -> Iterator["_Found"]:
+    """The ``count`` shortest of each kind of backward, improved by at most so many ``changes`` each."""
     for is_split in kinds:
         unlike = {candidate.makespan: candidate.program for candidate in found if candidate.is_split == is_split}
         for makespan in sorted(unlike)[:count]:
-            program = unlike[makespan]
-            visits = program.placement.stages * program.micro_batches
-            yield _Found.of(improve(program, costs, min(_CHANGES, _CHANGED_VISITS // visits)), costs)
+            yield _Found.of(improve(unlike[makespan], costs, changes), costs)
 
 
-def _orders(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs,
-            split: bool | None) -> Iterator[tuple[str, tuple[Row, ...]]]:
-    """The named orders, under all assumptions."""
+def _orders(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs, split: bool | None,
+            is_promising: Callable[[bool], bool]) -> Iterator[tuple[str, tuple[Row, ...]]]:
+    """The named orders, under all assumptions; only those whose kind of backward is promising by then."""
     made: dict[tuple[str, Costs], tuple[Row, ...]] = {}
     for name, is_cut, assumed in _candidates(placement, micro_batches, costs, split):
+        if not is_promising(is_cut or ORDERS[name].is_split):
+            continue
         if (name, assumed) not in made:
             try:
                 made[name, assumed] = ORDERS[name].order(placement, micro_batches, max_in_flight, assumed)
@@ -92,11 +100,12 @@ def _orders(placement: Placement, micro_batches: int, max_in_flight: float, cost
 def _candidates(placement: Placement, micro_batches: int, costs: Costs,
                 split: bool | None) -> Iterator[tuple[str, bool, Costs]]:
     """Named orders worth making, whether to split their backwards, and the costs to assume in making them."""
-    for name, is_cut in _names(placement, micro_batches, costs, split):
+    is_large = placement.stages * micro_batches >= LARGE
+    whole, halves = (lower_bound(placement, micro_batches, costs, is_split) for is_split in (False, True))
+    for name, is_cut in _names(placement, is_large, whole <= halves * (1 + _TIE), split):
         yield name, is_cut, costs
-        if ORDERS[name].uses_costs:
-            simpler = _assumptions(costs, placement.stages * micro_batches >= LARGE)
-            yield from ((name, is_cut, assumed) for assumed in simpler if assumed != costs)
+        if (name, is_cut) in _ASSUMING:
+            yield from ((name, is_cut, assumed) for assumed in _assumptions(costs, is_large) if assumed != costs)
 
 
 def _assumptions(costs: Costs, is_large: bool) -> list[Costs]:
@@ -110,27 +119,21 @@ def _assumptions(costs: Costs, is_large: bool) -> list[Costs]:
     return at_once[1:] if is_large else list(dict.fromkeys((equal, *at_once)))
 
 
-def _names(placement: Placement, micro_batches: int, costs: Costs, split: bool | None) -> list[tuple[str, bool]]:
-    """The most promising first, all where that is cheap.
-
-    Whole ones come first where they can be as short as split ones.
-    """
+def _names(placement: Placement, is_large: bool, whole_first: bool, split: bool | None) -> list[tuple[str, bool]]:
+    """Orders, and whether to split their backwards: the most promising first, all where that is cheap."""
     splits = ["zero_bubble"]
     in_turn = placement.pipes == 1 and (placement.name == "loop" or placement.reuse == 1)
     wholes = ["interleaved_1f1b" if in_turn else "backward_first"]
-    if placement.stages * micro_batches < LARGE:
+    if not is_large:
         splits += ["half_memory", "third_memory"]
         wholes += ["backward_first"] * in_turn + ["breadth_first", "gpipe"]
     whole = [(name, False) for name in wholes]
     if split is False:
         return whole
-    in_halves = [(name, False) for name in splits] + [(name, True) for name in wholes]
+    in_halves = [(name, False) for name in splits] + [(name, True) for name in wholes if not is_large]
     if split:
         return in_halves
-    if lower_bound(placement, micro_batches, costs, split=False) \
-            > lower_bound(placement, micro_batches, costs, split=True) * (1 + _TIE):
-        return in_halves + whole
-    return whole + in_halves
+    return whole + in_halves if whole_first else in_halves + whole
 
 
 class _Found(NamedTuple):
