@@ -34,8 +34,8 @@ def search(placement: Placement, micro_batches: int, max_in_flight: float, costs
 
     Of equally short ones a whole backward wins, then the one that holds less; but the search ends at the first that no
     order can beat. Where there is none, the shortest are improved, which keep their names. The orders that win most
-    often are made under several assumptions, as little differences lead list schedulers astray: the costs, costs without
-    time for messages, and both with equal stages. Deterministic.
+    often are made under several assumptions, as little differences lead list schedulers astray: the costs, costs
+    without time for messages, and both with equal stages. Deterministic.
 
     Args:
         placement: ranks, reuse, route and direction.
