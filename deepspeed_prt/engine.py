@@ -278,6 +278,14 @@ class PRTPipelineEngine(Interpreter):
             fill_missing_gradients(self.optimizer)
         super()._exec_reduce_grads()
 
+    def allreduce_and_copy(self, small_bucket: list[torch.Tensor], dp_group: Any,
+                           dp_world_size: int | None = None) -> None:
+        """Average gradients over the replicas; where there is one, nothing is copied to and fro."""
+        is_alone = (not self.is_data_parallel and self.gradient_predivide_factor() == 1
+                    and all(gradient.dtype == self.communication_data_type for gradient in small_bucket))
+        if not is_alone:
+            super().allreduce_and_copy(small_bucket, dp_group, dp_world_size)
+
     def clip_fp32_gradients(self) -> None:
         """Clip by the norm that the stock engine uses."""
         clip_like_stock(self.module, self.gradient_clipping(), self.mpu)

@@ -52,6 +52,13 @@ def test_clipping_that_bites(world, prt):
     assert stock[0]["losses"] != unclipped[0]["losses"]
 
 
+@pytest.mark.parametrize("reduction", [{"communication_data_type": "bf16"}, {"gradient_predivide_factor": 3.0}])
+def test_what_reducing_among_one_replica_does_to_gradients(world, reduction):
+    stock = world(2).reference(training.train, "blocks", 2, config(4, **reduction))
+    assert_same(stock, world(2).run(training.train, "blocks", 2, config(4, prt=LOOP2, **reduction)))
+    assert stock[0]["losses"] != world(2).reference(training.train, "blocks", 2, config(4))[0]["losses"]
+
+
 @BOTH
 @pytest.mark.parametrize("interval", [0, 1, 2])
 def test_dropout_under_seed_layers_with_an_evaluation_in_between(world, prt, interval):
