@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from .config import PRTConfig
 from .profile import Measurement, measured_costs
 from .program.costs import Costs
+from .program.orders import ORDERS
 from .program.placement import Placement
 from .program.program import Program
 from .program.simulator import simulate
@@ -54,17 +55,19 @@ class Planner:
     def choose(self, program: Program, measurements: Sequence[Measurement]) -> tuple[Costs, list[Program]]:
         """The costs of the stages, and the programs that may be faster with them than ``program``.
 
-        These are the best one, if it promises to save enough, and where backwards need not be split, the best that
-        splits none: halves take longer than the whole, but how much longer is only seen by trying.
+        These are the best one (of those with its name, where the user gave one), if it promises to save enough; and
+        with ``"auto"``, where backwards need not be split, the best that splits none: halves take longer than the
+        whole, but how much longer is only seen by trying.
         """
         costs = measured_costs(program, measurements)
-        if self._section.schedule != "auto":
+        is_auto = self._section.schedule == "auto"
+        if not is_auto and not (self._section.schedule in ORDERS and ORDERS[self._section.schedule].uses_costs):
             return costs, []
         before = simulate(program, costs).makespan
         visits = self.placement.stages * program.micro_batches
         best = self._make(program.micro_batches, costs, self.split, min(_TRIALS, _TRIED_VISITS // visits))
         candidates = [best]
-        if self.split is None and best.is_split:
+        if is_auto and self.split is None and best.is_split:
             candidates.append(self._make(program.micro_batches, costs, split=False))
         chosen = []
         for candidate in candidates:

@@ -56,7 +56,6 @@ def test_clipping_that_bites(world, prt):
 def test_what_reducing_among_one_replica_does_to_gradients(world, reduction):
     stock = world(2).reference(training.train, "blocks", 2, config(4, **reduction))
     assert_same(stock, world(2).run(training.train, "blocks", 2, config(4, prt=LOOP2, **reduction)))
-    assert stock[0]["losses"] != world(2).reference(training.train, "blocks", 2, config(4))[0]["losses"]
 
 
 @BOTH

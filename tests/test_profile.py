@@ -136,6 +136,17 @@ def test_a_schedule_asked_for_by_name_stays(world):
     assert {schedule for schedule, _ in result["programs"]} == {"breadth_first"}
 
 
+def test_of_a_list_scheduler_asked_for_by_name_a_variation_is_tried(world):
+    first, second = world(2).run(changing, 2, config(4, prt={"reuse": 4, "schedule": "backward_first"}), [4] * 8,
+                                 (4.0, 3.0))
+    before, another = first["programs"][2:4]
+    assert before != another
+    assert first["programs"][4:] == [before, another, before, another]
+    assert {schedule for schedule, _ in first["programs"]} == {"backward_first"}
+    assert not is_split(another)
+    assert second["programs"] == first["programs"]
+
+
 def test_a_batch_of_another_size_is_planned_with_what_was_measured(world):
     results = world(2).run(resized, 2)
     assert results[0] == results[1]

@@ -27,7 +27,8 @@ def build(schedule: str, placement: Placement, micro_batches: int, max_in_flight
         max_in_flight: cap on the activations of a rank, in micro-batches of a whole rank; see :func:`default_cap`.
         costs: what orders that depend on costs assume; by default equal stages with F = I = W.
         split: split the backwards (True), keep them whole (False), or as the schedule has it (None).
-        trials: of ``"auto"``; see :func:`~deepspeed_prt.program.search.search`.
+        trials: of ``"auto"``, and of named orders that depend on costs, which are searched for variations of their own
+            then; see :func:`~deepspeed_prt.program.search.search`.
 
     Raises:
         ValueError: unknown schedule, no micro-batch, a cap that the schedule cannot keep, or a schedule that splits
@@ -45,6 +46,9 @@ def build(schedule: str, placement: Placement, micro_batches: int, max_in_flight
     if named.is_split and split is False:
         raise ValueError(f"schedule {schedule!r} splits the backward, which split_backward false forbids; leave "
                          "split_backward out or choose another schedule")
+    if trials and named.uses_costs:
+        return search(placement, micro_batches, min(cap, default_cap(schedule, placement.ranks, micro_batches)), costs,
+                      named.is_split or bool(split), trials, schedule)
     rows = named.order(placement, micro_batches, cap, costs)
     if split and not named.is_split:
         rows = split_backwards(rows)

@@ -29,7 +29,7 @@ _ASSUMING = ("zero_bubble", False), ("backward_first", False)
 
 
 def search(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs,
-           split: bool | None, trials: int = 0) -> Program:
+           split: bool | None, trials: int = 0, only: str | None = None) -> Program:
     """The program with the shortest simulated step among those within ``max_in_flight``.
 
     Of equally short ones a whole backward wins, then the one that holds less; but the search ends at the first that no
@@ -44,6 +44,7 @@ def search(placement: Placement, micro_batches: int, max_in_flight: float, costs
         costs: what the simulation assumes.
         split: consider split backwards only (True), whole ones only (False), or both (None).
         trials: how many variations of list schedules to try besides.
+        only: consider this order and its variations only, which are to be those of a list scheduler.
     """
     bounds = {is_split: lower_bound(placement, micro_batches, costs, is_split) for is_split in (False, True)}
     found: list[_Found] = []
@@ -52,7 +53,7 @@ def search(placement: Placement, micro_batches: int, max_in_flight: float, costs
         """Whether such a backward can be as short as the best so far."""
         return not found or bounds[is_split] <= _best(found).makespan * (1 + _TIE)
 
-    for name, rows in _orders(placement, micro_batches, max_in_flight, costs, split, is_promising):
+    for name, rows in _orders(placement, micro_batches, max_in_flight, costs, split, only, is_promising):
         program = complete(name, rows, placement, micro_batches, max_in_flight)
         if program.peak <= max_in_flight:
             found.append(_Found.of(program, costs))
@@ -65,7 +66,7 @@ def search(placement: Placement, micro_batches: int, max_in_flight: float, costs
         for seed in range(trials):
             varied = varied_schedule(placement, micro_batches, max_in_flight, costs, is_split, seed)
             if varied is not None:
-                name = "zero_bubble" if is_split else "backward_first"
+                name = only or ("zero_bubble" if is_split else "backward_first")
                 found.append(_Found.of(complete(name, varied, placement, micro_batches, max_in_flight), costs))
     changes = min(_CHANGES, _CHANGED_VISITS // (placement.stages * micro_batches))
     if changes:
@@ -83,10 +84,10 @@ def _improved(found: Sequence["_Found"], kinds: Sequence[bool], costs: Costs, co
 
 
 def _orders(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs, split: bool | None,
-            is_promising: Callable[[bool], bool]) -> Iterator[tuple[str, tuple[Row, ...]]]:
+            only: str | None, is_promising: Callable[[bool], bool]) -> Iterator[tuple[str, tuple[Row, ...]]]:
     """The named orders, under all assumptions; only those whose kind of backward is promising by then."""
     made: dict[tuple[str, Costs], tuple[Row, ...]] = {}
-    for name, is_cut, assumed in _candidates(placement, micro_batches, costs, split):
+    for name, is_cut, assumed in _candidates(placement, micro_batches, costs, split, only):
         if not is_promising(is_cut or ORDERS[name].is_split):
             continue
         if (name, assumed) not in made:
@@ -97,14 +98,16 @@ def _orders(placement: Placement, micro_batches: int, max_in_flight: float, cost
         yield name, split_backwards(made[name, assumed]) if is_cut else made[name, assumed]
 
 
-def _candidates(placement: Placement, micro_batches: int, costs: Costs,
-                split: bool | None) -> Iterator[tuple[str, bool, Costs]]:
+def _candidates(placement: Placement, micro_batches: int, costs: Costs, split: bool | None,
+                only: str | None) -> Iterator[tuple[str, bool, Costs]]:
     """Named orders worth making, whether to split their backwards, and the costs to assume in making them."""
     is_large = placement.stages * micro_batches >= LARGE
     whole, halves = (lower_bound(placement, micro_batches, costs, is_split) for is_split in (False, True))
-    for name, is_cut in _names(placement, is_large, whole <= halves * (1 + _TIE), split):
+    names = _names(placement, is_large, whole <= halves * (1 + _TIE), split) if only is None \
+        else [(only, bool(split) and not ORDERS[only].is_split)]
+    for name, is_cut in names:
         yield name, is_cut, costs
-        if (name, is_cut) in _ASSUMING:
+        if only is not None or (name, is_cut) in _ASSUMING:
             yield from ((name, is_cut, assumed) for assumed in _assumptions(costs, is_large) if assumed != costs)
 
 

@@ -221,3 +221,19 @@ def test_variations_are_the_same_every_time_and_keep_the_cap():
     assert first == second
     assert max(peaks(first)) <= 2
     verify(first)
+
+
+@pytest.mark.parametrize(("name", "placement", "cap"), [
+    ("half_memory", Placement("loop", 8, 4), 5), ("third_memory", Placement("loop", 6, 2, BI), 3),
+    ("zbv", Placement("wave", 4, 2), 4), ("zero_bubble", Placement("loop", 4, 2), 4),
+    ("backward_first", Placement("wave", 4, 2), 4)])
+def test_variations_of_a_named_order_are_no_longer_and_keep_its_cap_and_kind(name, placement, cap):
+    costs = Costs.uniform(placement, 80, 80, 80, latency=4.0)
+    naive = build(name, placement, 8)
+    found = build(name, placement, 8, 100, costs, trials=20)
+    assert found.schedule == name
+    assert found.is_split == naive.is_split
+    assert max(peaks(found)) <= cap
+    assert makespan(found, costs) < makespan(naive, costs)
+    verify(found)
+    assert build(name, placement, 8, None, costs, split=True, trials=1).is_split
