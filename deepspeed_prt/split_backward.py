@@ -71,7 +71,7 @@ class _Conv1D:
         return True
 
     def forward(self, module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.addmm(bias, x.view(-1, x.size(-1)), weight).view((*x.shape[:-1], module.nf)),
+        return torch.addmm(bias, x.view(-1, x.size(-1)), weight).view((*x.shape[:-1], module.nf))
 
     def input_grad(self, module: Any, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _unsafe_view(grad.reshape(-1, grad.shape[-1]).mm(weight.t()), x.shape)

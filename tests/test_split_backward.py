@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from deepspeed_prt.split_backward import SplitBackward, accumulate
 
@@ -44,7 +45,19 @@ class Tokens(nn.Module):
         return self.linear(self.embedding(x))
 
 
+class Transposed(nn.Module):
+    """transformers' linear layers, whose weights are transposed."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = Conv1D(12, 8), Conv1D(8, 12)
+
+    def forward(self, x):
+        return self.down(torch.relu_(self.up(x)))
+
+
 CASES = {
+    "transposed": (Transposed, lambda: torch.randn(2, 5, 8)),
     "twice": (Twice, lambda: torch.randn(2, 5, 8)),
     "in_place": (lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8, bias=False),
                                        nn.ReLU(inplace=True)),
