@@ -1,6 +1,6 @@
 """The search behind ``schedule: "auto"``: make every named order, simulate each, improve the best."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -24,8 +24,11 @@ _IMPROVED = 5
 _CHANGES, _CHANGED_VISITS = 100, 60_000
 """How many changes to try on each, and of how many (stage, micro-batch) pairs at most in all: tenths of a second."""
 
-_ASSUMING = ("zero_bubble", False), ("backward_first", False)
+_ASSUMING = [("zero_bubble", False), ("backward_first", False)]
 """The orders to make under several assumptions: those that win most often."""
+
+_Candidate = tuple[str, bool, Costs]
+"""A named order worth making, whether to split its backwards, and the costs to assume in making it."""
 
 
 def search(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs,
@@ -47,13 +50,21 @@ def search(placement: Placement, micro_batches: int, max_in_flight: float, costs
         only: consider this order and its variations only, which are to be those of a list scheduler.
     """
     bounds = {is_split: lower_bound(placement, micro_batches, costs, is_split) for is_split in (False, True)}
+    is_large = placement.stages * micro_batches >= LARGE
+    if only is None:
+        names, assuming = _names(placement, is_large, bounds[False] <= bounds[True] * (1 + _TIE), split), _ASSUMING
+    else:
+        names = assuming = [(only, bool(split) and not ORDERS[only].is_split)]
+    simpler = [assumed for assumed in _assumptions(costs, is_large) if assumed != costs]
+    candidates = [(name, is_cut, assumed) for name, is_cut in names
+                  for assumed in (costs, *(simpler if (name, is_cut) in assuming else ()))]
     found: list[_Found] = []
 
     def is_promising(is_split: bool) -> bool:
         """Whether such a backward can be as short as the best so far."""
         return not found or bounds[is_split] <= _best(found).makespan * (1 + _TIE)
 
-    for name, rows in _orders(placement, micro_batches, max_in_flight, costs, split, only, is_promising):
+    for name, rows in _orders(candidates, placement, micro_batches, max_in_flight, is_promising):
         program = complete(name, rows, placement, micro_batches, max_in_flight)
         if program.peak <= max_in_flight:
             found.append(_Found.of(program, costs))
@@ -83,11 +94,11 @@ def _improved(found: Sequence["_Found"], kinds: Sequence[bool], costs: Costs, co
             yield _Found.of(improve(unlike[makespan], costs, changes), costs)
 
 
-def _orders(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs, split: bool | None,
-            only: str | None, is_promising: Callable[[bool], bool]) -> Iterator[tuple[str, tuple[Row, ...]]]:
-    """The named orders, under all assumptions; only those whose kind of backward is promising by then."""
+def _orders(candidates: Iterable[_Candidate], placement: Placement, micro_batches: int, max_in_flight: float,
+            is_promising: Callable[[bool], bool]) -> Iterator[tuple[str, tuple[Row, ...]]]:
+    """Make the candidates whose kind of backward is promising by then."""
     made: dict[tuple[str, Costs], tuple[Row, ...]] = {}
-    for name, is_cut, assumed in _candidates(placement, micro_batches, costs, split, only):
+    for name, is_cut, assumed in candidates:
         if not is_promising(is_cut or ORDERS[name].is_split):
             continue
         if (name, assumed) not in made:
@@ -96,19 +107,6 @@ def _orders(placement: Placement, micro_batches: int, max_in_flight: float, cost
             except ValueError:  # not for this placement
                 continue
         yield name, split_backwards(made[name, assumed]) if is_cut else made[name, assumed]
-
-
-def _candidates(placement: Placement, micro_batches: int, costs: Costs, split: bool | None,
-                only: str | None) -> Iterator[tuple[str, bool, Costs]]:
-    """Named orders worth making, whether to split their backwards, and the costs to assume in making them."""
-    is_large = placement.stages * micro_batches >= LARGE
-    whole, halves = (lower_bound(placement, micro_batches, costs, is_split) for is_split in (False, True))
-    names = _names(placement, is_large, whole <= halves * (1 + _TIE), split) if only is None \
-        else [(only, bool(split) and not ORDERS[only].is_split)]
-    for name, is_cut in names:
-        yield name, is_cut, costs
-        if only is not None or (name, is_cut) in _ASSUMING:
-            yield from ((name, is_cut, assumed) for assumed in _assumptions(costs, is_large) if assumed != costs)
 
 
 def _assumptions(costs: Costs, is_large: bool) -> list[Costs]:
