@@ -30,7 +30,7 @@ def improve(program: Program, costs: Costs, changes: int) -> Program:
     actions, rows = simulation.actions, simulation.rows
     held = program.max_in_flight * program.placement.reuse
     starts = simulation.starts()
-    first = makespan = _makespan(simulation, starts)
+    first = makespan = simulation.makespan(starts)
     candidates = _neighbours(simulation, starts)
     for _ in range(changes):
         if not candidates:
@@ -43,7 +43,7 @@ def improve(program: Program, costs: Costs, changes: int) -> Program:
                 changed = simulation.starts()
             except DeadlockError:
                 changed = None
-            if changed is not None and (length := _makespan(simulation, changed)) <= makespan * (1 + _GAIN):
+            if changed is not None and (length := simulation.makespan(changed)) <= makespan * (1 + _GAIN):
                 makespan = length
                 candidates = _neighbours(simulation, changed)
                 continue
@@ -52,10 +52,6 @@ def improve(program: Program, costs: Costs, changes: int) -> Program:
         return program
     return complete(program.schedule, [tuple(actions[number] for number in row) for row in rows], program.placement,
                     program.micro_batches, program.max_in_flight)
-
-
-def _makespan(simulation: Simulation, starts: Sequence[float]) -> float:
-    return max(starts[row[-1]] + simulation.durations[row[-1]] for row in simulation.rows if row)
 
 
 def _neighbours(simulation: Simulation, starts: Sequence[float]) -> list[tuple[int, int]]:

@@ -5,6 +5,7 @@ occupies it for ``transfer`` and arrives ``latency`` later.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -141,6 +142,10 @@ class Simulation:
                               for number in sorted(waiting))
             raise DeadlockError(f"ranks wait for messages that are never sent: {stuck}")
         return starts
+
+    def makespan(self, starts: Sequence[float]) -> float:
+        """The time from the first action's start to the end of the last rank's optimizer step."""
+        return max(starts[row[-1]] + self.durations[row[-1]] for row in self.rows if row) + self._costs.optimizer
 
 
 def simulate(program: Program, costs: Costs) -> Timeline:

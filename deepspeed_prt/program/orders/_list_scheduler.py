@@ -17,7 +17,10 @@ from ..placement import Placement
 from ._assemble import sequences
 
 LARGE = 50_000
-"""From this many (stage, micro-batch) pairs on, only the most promising groups are tried."""
+"""From this many (stage, micro-batch) pairs on a program is large, and fewer things are tried."""
+
+_PATIENCE, _PATIENCE_IF_LARGE = 3, 1
+"""After how many sizes of groups that are no better to try no smaller ones."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +33,10 @@ class Scheduled:
 
 def best_of_groups(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs,
                    split: bool) -> tuple[Row, ...]:
-    """The shortest of :func:`list_schedule` over sizes of groups, from p micro-batches down to single ones.
+    """The shortest of :func:`list_schedule` over sizes of groups, from p micro-batches down.
 
     Larger groups run ahead further and need more room; which is best depends on the sizes and the cap. Stops at the
-    first that no order can beat.
+    first that no order can beat, or once smaller groups get no better.
 
     Raises:
         ValueError: ``max_in_flight`` is less than one micro-batch.
@@ -41,17 +44,18 @@ def best_of_groups(placement: Placement, micro_batches: int, max_in_flight: floa
     if not max_in_flight >= 1:
         raise ValueError(f"max_in_flight {max_in_flight:g} is too small: a rank holds at least 1 micro-batch")
     best: Scheduled | None = None
-    tried = 0
+    patience = _PATIENCE_IF_LARGE if placement.stages * micro_batches >= LARGE else _PATIENCE
+    no_better = 0
     bound = lower_bound(placement, micro_batches, costs, split)
-    is_large = placement.stages * micro_batches >= LARGE
     for group in group_sizes(placement, micro_batches):
         scheduled = list_schedule(placement, micro_batches, group, max_in_flight, costs, split)
         if scheduled is None:
             continue
         if best is None or scheduled.makespan < best.makespan * (1 - _SAME_TIME):
-            best = scheduled
-        tried += 1
-        if best.makespan <= bound * (1 + _SAME_TIME) or (is_large and tried == 2):
+            best, no_better = scheduled, 0
+        else:
+            no_better += 1
+        if best.makespan <= bound * (1 + _SAME_TIME) or no_better == patience:
             break
     assert best is not None, "a group of one micro-batch fits under every cap"
     return best.rows
