@@ -1,7 +1,8 @@
 """The control plane: small host-side agreements between ranks, beside the tensors and never on the device."""
 
 import io
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -45,11 +46,27 @@ class Control:
             StopIteration: another rank's data iterator ended.
             RankFailedError: another rank has an error; the message names it.
         """
+        return self.start_agreeing(error, doing, when, flag)()
+
+    def start_agreeing(self, error: BaseException | None, doing: str, when: float = 0.0,
+                       flag: bool = False) -> Callable[[], bool]:
+        """As :meth:`agree`, but returns what waits for the others; a rank with an error waits at once."""
         raised = torch.tensor([error is not None, flag], dtype=torch.uint8)
-        dist.all_reduce(raised, dist.ReduceOp.MAX, group=self._world)
-        has_failed, is_flagged = raised.tolist()
-        if not has_failed:
+        work = dist.all_reduce(raised, dist.ReduceOp.MAX, group=self._world, async_op=True)
+
+        def finish() -> bool:
+            work.wait()
+            has_failed, is_flagged = raised.tolist()
+            if has_failed:
+                self._raise_first(error, doing, when)
             return bool(is_flagged)
+
+        if error is not None:
+            finish()
+        return finish
+
+    def _raise_first(self, error: BaseException | None, doing: str, when: float) -> NoReturn:
+        """Raise what failed first, or an error that names its rank."""
         report = None
         if error is not None and not isinstance(error, PoisonedMessage):
             report = (when, self.global_rank, type(error) is StopIteration, f"{type(error).__name__}: {error}")

@@ -138,7 +138,7 @@ class PRTPipelineEngine(Interpreter):
         """Train one batch; see :meth:`PipelineEngine.train_batch`.
 
         Raises:
-            StopIteration: on every rank, if the data iterator of one ends; nothing has been computed then.
+            StopIteration: on every rank, if the data iterator of one ends; nothing has been sent then.
             RankFailedError: another rank failed inside the batch; no rank has stepped.
         """
         self._mode = "train"
@@ -206,10 +206,10 @@ class PRTPipelineEngine(Interpreter):
                 self._read_batch(pipe_schedule.micro_batches)
             except Exception as error:
                 failure = error
-            self._control.agree(failure, "reading a batch")
+            confirm = self._control.start_agreeing(failure, "reading a batch")
             if self._profile is not None:
                 self._profile.start_batch()
-            failure, failed_at = self._execute(computing)
+            failure, failed_at = self._execute(computing, confirm)
             if closing:
                 self._replicas.start(None, failed=failure is not None)
             self._channels.flush()
@@ -222,28 +222,38 @@ class PRTPipelineEngine(Interpreter):
             raise
         finally:
             self._end_batch()
-        if closing and self.placement.pipes == 2:
-            self._share_losses(pipe_schedule.micro_batches)
-        self._collect_losses()
+        # Nothing that closes a batch needs the losses, and they need not wait for it.
+        finish_sharing = self._start_sharing_losses(pipe_schedule.micro_batches) if closing else None
         for instruction in closing:
             self._INSTRUCTION_MAP[type(instruction)](self, **instruction.kwargs)
+        if finish_sharing is not None:
+            finish_sharing()
+        self._collect_losses()
 
-    def _share_losses(self, micro_batches: int) -> None:
-        """Bring the losses that the last stages of the two pipes computed together, on both their ranks."""
-        if not self._losses or micro_batches == 1:
-            return
+    def _start_sharing_losses(self, micro_batches: int) -> Callable[[], None] | None:
+        """Start to bring the losses that the last stages of two pipes computed together, on both their ranks.
+
+        Returns what finishes it; None where there is nothing to share.
+        """
+        if self.placement.pipes == 1 or not self._losses or micro_batches == 1:
+            return None
         like, like_additional = next(iter(self._losses.values()))
         names = list(like_additional or {})
         own = {micro_batch: torch.stack([part.reshape(()) for part in (*parts_of(loss), *(additional or {}).values())])
                for micro_batch, (loss, additional) in self._losses.items()}
         row = next(iter(own.values()))
         table = torch.stack([own.get(micro_batch, torch.zeros_like(row)) for micro_batch in range(micro_batches)])
-        torch.distributed.all_reduce(table, group=self.module.replica_group)
-        for micro_batch, values in enumerate(table.unbind()):
-            if micro_batch not in self._losses:
-                parts = [value.reshape(part.shape) for value, part in zip(values, parts_of(like), strict=False)]
-                additional = dict(zip(names, values[len(parts):], strict=True)) if names else like_additional
-                self._losses[micro_batch] = parts[0] if torch.is_tensor(like) else parts, additional
+        work = torch.distributed.all_reduce(table, group=self.module.replica_group, async_op=True)
+
+        def finish() -> None:
+            work.wait()
+            for micro_batch, values in enumerate(table.unbind()):
+                if micro_batch not in self._losses:
+                    parts = [value.reshape(part.shape) for value, part in zip(values, parts_of(like), strict=False)]
+                    additional = dict(zip(names, values[len(parts):], strict=True)) if names else like_additional
+                    self._losses[micro_batch] = parts[0] if torch.is_tensor(like) else parts, additional
+
+        return finish
 
     def _collect_losses(self) -> None:
         """Sum losses and list outputs in micro-batch order, whichever order they were computed in."""

@@ -26,6 +26,9 @@ from .tensors import Tensors, as_tuple, detach, enter_stage, gradients_of
 
 _NOTHING = nullcontext()
 
+_BEFORE_MESSAGES = schedule.LoadMicroBatch, schedule.ForwardPass
+"""What a rank with data of its own can do before any message."""
+
 
 class _Output(NamedTuple):
     """What a stage's backward needs of its output: where gradients enter, by position, and who took it for what."""
@@ -121,13 +124,24 @@ class Interpreter(PipelineEngine):
         self._first_micro_offset = self.module.micro_offset
         self._replica_norms.begin()
 
-    def _execute(self, instructions: Iterable[ds.PipeInstruction]) -> tuple[Exception | None, float]:
-        """Execute instructions; returns what failed, and when. What follows a failure is finished without computing."""
+    def _execute(self, instructions: Iterable[ds.PipeInstruction],
+                 confirm: Callable[[], object]) -> tuple[Exception | None, float]:
+        """Execute instructions; returns what failed, and when. What follows a failure is finished without computing.
+
+        Args:
+            instructions: of this rank, in order.
+            confirm: raises if there is to be no batch; called before the first message is sent or expected, so that a
+                rank with data of its own computes meanwhile.
+        """
         handlers = self._INSTRUCTION_MAP
         failure: Exception | None = None
         failed_at = 0.0
+        is_confirmed = False
         with self._splitting_backwards():
             for instruction in instructions:
+                if not is_confirmed and not isinstance(instruction, _BEFORE_MESSAGES):
+                    confirm()
+                    is_confirmed = True
                 if failure is None:
                     try:
                         handlers[type(instruction)](self, **instruction.kwargs)
@@ -136,6 +150,8 @@ class Interpreter(PipelineEngine):
                         self._finish_without_computing(instruction)
                 else:
                     self._finish_without_computing(instruction)
+            if not is_confirmed:
+                confirm()
         return failure, failed_at
 
     def _end_batch(self) -> None:

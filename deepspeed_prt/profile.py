@@ -34,7 +34,7 @@ class Profile:
         self._marks: list[tuple[tuple[str, int], Any, Any]] = []
 
     def start_batch(self) -> None:
-        """All ranks start a batch now."""
+        """All ranks start a batch about now."""
         self._start = time.perf_counter()
 
     def begin(self, kind: str, stage: int) -> None:

@@ -345,14 +345,14 @@ def test_a_loss_with_a_metric(world, prt):
 # Data
 
 
-def iterator_ends(prt):
-    """Case 21."""
+def iterator_ends(prt, ranks):
+    """Case 21: the iterators of some ranks end before the others'."""
     engine, *_ = deepspeed.initialize(model=training.build("blocks", 4), config=config(3, prt=prt))
     source = vectors(3)
-    short = on_ends(engine, iter([next(source) for _ in range(4)]))
-    engine.train_batch(short)
+    short = iter([next(source) for _ in range(4)]) if engine.stage_id in ranks else vectors(3)
+    engine.train_batch(on_ends(engine, short))
     try:
-        engine.train_batch(short)
+        engine.train_batch(on_ends(engine, short))
     except StopIteration as error:
         caught = f"{error}"
     before = weights(engine)
@@ -362,11 +362,15 @@ def iterator_ends(prt):
     return caught, loss, changed, engine.global_steps
 
 
-def test_the_iterator_ends_inside_a_batch(world):
-    reports = world(4).run(iterator_ends, {"reuse": 2})
-    assert len({loss for _, loss, _, _ in reports}) == 1
+@pytest.mark.parametrize("direction", ["unidirectional", "bidirectional"])
+@pytest.mark.parametrize("ranks", [(0, 3), (0, ), (3, )], ids=["both", "first", "last"])
+def test_the_iterator_ends_inside_a_batch(world, ranks, direction):
+    reports = world(4).run(iterator_ends, {"reuse": 2, "direction": direction}, ranks)
+    expected, = {loss for _, loss, _, _ in world(4).reference(iterator_ends, {"reuse": 2}, (0, 3))}
+    assert [loss for _, loss, _, _ in reports] == pytest.approx([expected] * 4, rel=1e-6)
     assert all(changed and steps == 2 for _, _, changed, steps in reports)
-    assert all("rank 0 failed while reading" in caught for caught, *_ in reports[1:3])
+    assert all(f"rank {ranks[0]} failed while reading" in caught
+               for rank, (caught, *_) in enumerate(reports) if rank not in ranks)
 
 
 class RandomDataset(torch.utils.data.Dataset):
