@@ -49,7 +49,9 @@ class Planner:
             ProgramError: the program does not verify.
         """
         if micro_batches not in self._programs:
-            self._programs[micro_batches] = self._make(micro_batches, self.costs, self.split)
+            # An order by name, made for measured costs as they are, may well be longer than one for equal stages.
+            trials = 0 if self.costs is None else 1
+            self._programs[micro_batches] = self._make(micro_batches, self.costs, self.split, trials)
         return self._programs[micro_batches]
 
     def choose(self, program: Program, measurements: Sequence[Measurement]) -> tuple[Costs, list[Program]]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import random
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 
+from deepspeed_prt.config import PRTConfig
 from deepspeed_prt.errors import RankFailedError
+from deepspeed_prt.planning import Planner
 from deepspeed_prt.profile import Measurement, Profile, measured_costs
 from deepspeed_prt.program.actions import Row
 from deepspeed_prt.program.build import build
@@ -236,6 +239,22 @@ def test_a_batch_of_another_size_is_no_part_of_the_trial(world):
     assert first[4] not in (before, another)
     assert first[5:8] == [before, another, before]
     assert first[8] in (before, another)
+
+
+def test_an_order_by_name_is_searched_for_other_sizes_too() -> None:
+    placement = Placement("loop", ranks=4, reuse=2)
+    draw = random.Random(4)
+    costs = Costs(*(tuple(draw.uniform(0.7, 1.3) for _ in range(placement.stages)) for _ in range(3)), latency=0.3)
+    planner = Planner(PRTConfig(schedule="zero_bubble"))
+    planner.placement = placement
+    planner.adopt(costs, planner.program(8))
+    for micro_batches in range(2, 8):
+        found = planner.program(micro_batches)
+        as_it_is, for_equal_stages = (build("zero_bubble", placement, micro_batches, costs=assumed)
+                                      for assumed in (costs, None))
+        assert found.schedule == "zero_bubble" and found.peak <= 4
+        assert simulate(found, costs).makespan <= simulate(as_it_is, costs).makespan * (1 + 1e-9)
+        assert simulate(found, costs).makespan <= simulate(for_equal_stages, costs).makespan * (1 + 1e-9)
 
 
 def test_costs_of_a_batch_whose_latency_is_known() -> None:
