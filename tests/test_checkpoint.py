@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from . import training
-from .training import config, merge, weights
-
-ZERO1 = {"zero_optimization": {"stage": 1}}
+from .training import ZERO1, config, merge, weights
 
 
 def save(path, model, stages, prt, more):

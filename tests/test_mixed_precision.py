@@ -7,14 +7,12 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 from . import training
-from .training import Block, TiedEmbedding, assert_same, config, on_ends, project, weights
+from .training import BF16, ZERO1, Block, TiedEmbedding, assert_same, config, on_ends, project, weights
 
 PLANS = pytest.mark.parametrize("prt", [{"reuse": 1}, {"reuse": 2}, {"reuse": 2, "placement": "wave"},
                                         {"reuse": 2, "direction": "bidirectional"}],
                                 ids=["reuse1", "loop", "wave", "bidirectional"])
-ZERO1 = {"zero_optimization": {"stage": 1}}
 CLIPPED = {"gradient_clipping": 0.1}
-BF16 = {"bf16": {"enabled": True}}
 
 
 def fp16(power: int) -> dict:

@@ -11,7 +11,20 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 from . import training
-from .training import MICRO_BATCH, WIDTH, Block, assert_same, blocks, config, mse, on_ends, vectors, weights
+from .training import (
+    BF16,
+    MICRO_BATCH,
+    WIDTH,
+    ZERO1,
+    Block,
+    assert_same,
+    blocks,
+    config,
+    mse,
+    on_ends,
+    vectors,
+    weights,
+)
 from .workers import TaskFailed
 
 PLANS = pytest.mark.parametrize("prt", [{"reuse": 1}, {"reuse": 2}, {"reuse": 2, "placement": "wave"}],
@@ -781,10 +794,6 @@ def test_no_live_activation_after_a_batch(world, prt):
 
 
 # Optimizers
-
-
-ZERO1 = {"zero_optimization": {"stage": 1}}
-BF16 = {"bf16": {"enabled": True}}
 
 
 def torch_style(more, prt):

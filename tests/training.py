@@ -15,6 +15,9 @@ from torch import nn
 WIDTH = 8
 MICRO_BATCH = 2
 
+ZERO1 = {"zero_optimization": {"stage": 1}}
+BF16 = {"bf16": {"enabled": True}}
+
 
 class Block(nn.Module):
     """Linear and tanh, with dropout if asked."""
