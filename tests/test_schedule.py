@@ -66,14 +66,14 @@ def test_two_ranks():
 def test_reuse_in_a_wave():
     # Both ends of the pipeline are on rank 0: it loads the inputs and the labels.
     assert written(PRTSchedule(1, 2, 0, reuse=2, placement="wave", split_backward=False)) == [
-        "3RECV_F0[0] 0Load0[1] 0F0[1] 0SEND_F0[1]",
+        "0Load0[0] 0F0[0] 0SEND_F0[0]",
         "-",
         "-",
-        "3Load0[0] 3F0[0]",
-        "0RECV_B0[1] 3B0[0] 3SEND_B0[0]",
+        "3RECV_F0[1] 3Load0[1] 3F0[1]",
+        "3B0[1] 3SEND_B0[1]",
         "-",
         "-",
-        "0B0[1]",
+        "0RECV_B0[0] 0B0[0]",
         END,
     ]
     assert written(PRTSchedule(1, 2, 1, reuse=2, placement="wave", split_backward=False)) == [
@@ -191,9 +191,9 @@ def test_the_middle_one_of_three_ranks_has_nobody_to_sum_with():
     ]
     # On rank 0 stage 2 is done at once, but its copy on rank 2 is a step late.
     assert written(PRTSchedule(2, 3, 0, schedule="1f1b", direction=BI))[3:] == [
-        "2Load1[0] 2F1[0]",
-        "0RECV_B0[1] 2B1[0] 2SEND_B1[0]",
-        "2Reduce 0B0[1]",
+        "2RECV_F1[1] 2Load1[1] 2F1[1]",
+        "0RECV_B0[0] 2B1[1] 2SEND_B1[1]",
+        "2Reduce 0B0[0]",
         "-",
         f"0Reduce {END}",
     ]

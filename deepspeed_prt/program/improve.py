@@ -26,7 +26,7 @@ def improve(program: Program, costs: Costs, changes: int) -> Program:
         changes: how many changes of places to try; those that make the program no longer stay.
     """
     draw = random.Random(0)
-    simulation = Simulation(program, costs)
+    simulation = Simulation(program.rows, program.placement, costs)
     actions, rows = simulation.actions, simulation.rows
     held = program.max_in_flight * program.placement.reuse
     starts = simulation.starts()

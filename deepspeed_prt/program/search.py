@@ -6,14 +6,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
-from .actions import Row
+from .actions import INPUT_GRAD, Row
 from .bounds import lower_bound
+from .communication import add_sends
 from .costs import Costs
 from .improve import improve
 from .orders import ORDERS
 from .orders._list_scheduler import LARGE, varied_schedule
 from .placement import Placement
-from .program import Program, complete
+from .program import Program, complete, peak_held
 from .simulator import Simulation
 from .split import split_backwards
 
@@ -80,12 +81,15 @@ def search(placement: Placement, micro_batches: int, max_in_flight: float, costs
         """Whether such a backward can be as short as the best so far."""
         return not found or bounds[is_split] <= _best(found).makespan * (1 + _TIE)
 
+    def program_of(order: "_Found") -> Program:
+        return complete(order.name, order.rows, placement, micro_batches, max_in_flight)
+
     for name, rows in _orders(candidates, placement, micro_batches, max_in_flight, is_promising):
-        program = complete(name, rows, placement, micro_batches, max_in_flight)
-        if program.peak <= max_in_flight:
-            found.append(_Found.of(program, costs))
-            if found[-1].makespan <= bounds[split is not False] * (1 + _TIE):
-                return _best(found).program
+        order = _Found.of(name, rows, placement, costs)
+        if order.peak <= max_in_flight:
+            found.append(order)
+            if order.makespan <= bounds[split is not False] * (1 + _TIE):
+                return program_of(_best(found))
     if not found:
         raise ValueError(f"max_in_flight {max_in_flight:g} is too small: a rank holds at least 1 micro-batch")
     promising = [is_split for is_split in (False, True) if split in (None, is_split) and is_promising(is_split)]
@@ -94,20 +98,22 @@ def search(placement: Placement, micro_batches: int, max_in_flight: float, costs
             varied = varied_schedule(placement, micro_batches, max_in_flight, costs, is_split, seed)
             if varied is not None:
                 name = only or ("zero_bubble" if is_split else "backward_first")
-                found.append(_Found.of(complete(name, varied, placement, micro_batches, max_in_flight), costs))
+                found.append(_Found.of(name, varied, placement, costs))
     changes = min(_CHANGES, _CHANGED_VISITS // (placement.stages * micro_batches))
     if changes:
-        found += list(_improved(found, promising, costs, _IMPROVED if trials else 1, changes))
-    return _best(found).program
+        for order in _shortest(found, promising, _IMPROVED if trials else 1):
+            improved = improve(program_of(order), costs, changes)
+            found.append(_Found.of(order.name, improved.compute_rows(), placement, costs))
+    return program_of(_best(found))
 
 
-def _improved(found: Sequence["_Found"], kinds: Sequence[bool], costs: Costs, count: int,
-              changes: int) -> Iterator["_Found"]:
-    """The ``count`` shortest of each kind of backward, improved by at most so many ``changes`` each."""
+def _shortest(found: Sequence["_Found"], kinds: Sequence[bool], count: int) -> list["_Found"]:
+    """The ``count`` shortest of each kind of backward, one of each length."""
+    shortest: list[_Found] = []
     for is_split in kinds:
-        unlike = {candidate.makespan: candidate.program for candidate in found if candidate.is_split == is_split}
-        for makespan in sorted(unlike)[:count]:
-            yield _Found.of(improve(unlike[makespan], costs, changes), costs)
+        unlike = {order.makespan: order for order in found if order.is_split == is_split}
+        shortest += [unlike[makespan] for makespan in sorted(unlike)[:count]]
+    return shortest
 
 
 def _orders(candidates: Iterable[_Candidate], placement: Placement, micro_batches: int, max_in_flight: float,
@@ -154,17 +160,20 @@ def _names(placement: Placement, is_large: bool, whole_first: bool, split: bool 
 
 
 class _Found(NamedTuple):
-    """A program, and what it is judged by, the first first; less is better."""
+    """An order, and what it is judged by, the first first; less is better."""
 
     makespan: float
     is_split: bool
     peak: float
-    program: Program
+    name: str
+    rows: tuple[Row, ...]
 
     @classmethod
-    def of(cls, program: Program, costs: Costs) -> "_Found":
-        simulation = Simulation(program, costs)
-        return cls(simulation.makespan(simulation.starts()), program.is_split, program.peak, program)
+    def of(cls, name: str, rows: tuple[Row, ...], placement: Placement, costs: Costs) -> "_Found":
+        simulation = Simulation(add_sends(rows, placement), placement, costs)
+        return cls(simulation.makespan(simulation.starts()),
+                   any(action.kind == INPUT_GRAD for row in rows for action in row),
+                   max(map(peak_held, rows)) / placement.reuse, name, rows)
 
 
 def _best(found: Sequence[_Found]) -> _Found:

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .actions import SEND_B, SEND_F, Action
+from .actions import SEND_B, SEND_F, Action, Row
 from .communication import counterpart, incoming, peer_of
 from .costs import Costs
+from .placement import Placement
 from .program import Program
 
 
@@ -57,9 +58,10 @@ _UNKNOWN = -1.0
 
 
 class Simulation:
-    """A program made ready to be timed, and timed again after its ranks' actions have changed places.
+    """Rows made ready to be timed, and timed again after actions of a rank have changed places.
 
-    Compute actions have numbers over all ranks, from 0 on. A message is sent when the action before it in its row ends.
+    Compute actions have numbers over all ranks, from 0 on. A message is sent when the action before it in its row ends;
+    receives take no part.
 
     Attributes:
         rows: the numbers of each rank's actions, in its order; may be changed.
@@ -69,15 +71,14 @@ class Simulation:
         sender_of: of an action that needs a message, the one after which it is sent.
     """
 
-    def __init__(self, program: Program, costs: Costs) -> None:
-        placement = program.placement
+    def __init__(self, rows: Sequence[Row], placement: Placement, costs: Costs) -> None:
         self.rows: list[list[int]] = []
         self.actions: list[Action] = []
         self.rank_of: list[int] = []
         sent: dict[Action, tuple[int, int]] = {}
         channels: dict[tuple[int, int], int] = {}
         messages: Counter[int] = Counter()
-        for rank, row in enumerate(program.rows):
+        for rank, row in enumerate(rows):
             first = len(self.actions)
             for action in row:
                 if action.is_compute:
@@ -154,7 +155,7 @@ def simulate(program: Program, costs: Costs) -> Timeline:
     Raises:
         DeadlockError: some rank waits for a message that never comes.
     """
-    simulation = Simulation(program, costs)
+    simulation = Simulation(program.rows, program.placement, costs)
     starts = simulation.starts()
     spans = tuple(tuple(Span(simulation.actions[number], starts[number], starts[number] + simulation.durations[number])
                         for number in row) for row in simulation.rows)

@@ -1,8 +1,8 @@
 """The verifier: runs a program symbolically and says what is wrong with it, at which action.
 
 It proves that every input is present when it is used, that every message is sent once and received once, in the same
-order on both sides, that the ranks cannot wait for each other in a circle, that no slot is used twice at once and that
-no rank holds more activations than the cap.
+order on both sides, that the ranks cannot wait for each other in a circle, that no receive is posted before what its
+message needs of the same rank, that no slot is used twice at once and that no rank holds more activations than the cap.
 """
 
 from collections import Counter, deque
@@ -177,9 +177,14 @@ def _check_channels(program: Program) -> None:
 
 
 def _check_no_cycle(program: Program) -> None:
-    """Run every rank until it waits; ranks that wait for each other for ever are a cycle, which is printed."""
+    """Run every rank until it waits; ranks that wait for each other for ever are a cycle, which is printed.
+
+    With each message travels, as a vector clock, how many actions of every rank it comes after.
+    """
     position = [0] * len(program.rows)
-    sent: set[Action] = set()
+    after = [[0] * len(program.rows) for _ in program.rows]
+    posted: dict[Action, int] = {}
+    sent: dict[Action, list[int]] = {}
     waiting: dict[Action, int] = {}
     runnable = deque(range(len(program.rows)))
     while runnable:
@@ -189,14 +194,23 @@ def _check_no_cycle(program: Program) -> None:
             action = row[position[rank]]
             if action.kind in (SEND_F, SEND_B):
                 arrived = counterpart(action)
-                sent.add(arrived)
+                sent[arrived] = after[rank].copy()
                 if arrived in waiting:
                     runnable.append(waiting.pop(arrived))
             elif action.is_compute:
                 recv = incoming(action, program.placement)
-                if recv is not None and recv not in sent:
-                    waiting[recv] = rank
-                    break
+                if recv is not None:
+                    if recv not in sent:
+                        waiting[recv] = rank
+                        break
+                    behind = sent.pop(recv)
+                    if behind[rank] > posted[recv]:
+                        raise ProgramError(f"rank {rank}: wrong order, {recv} comes before {row[behind[rank] - 1]}, "
+                                           "without which its message is never sent")
+                    after[rank] = list(map(max, after[rank], behind))
+                after[rank][rank] = position[rank] + 1
+            else:
+                posted[action] = position[rank]
             position[rank] += 1
     if waiting:
         raise ProgramError("the ranks wait for each other in a cycle: " + _describe_cycle(program, position))

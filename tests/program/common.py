@@ -87,12 +87,18 @@ def replay(program: Program) -> None:
 
     An executor in its own right: a receive takes the next place in its channel and is filled by whatever the sender
     put there, and every action looks up the value that it needs. Of a (stage, micro-batch) there are at last an
-    output, the gradient of the input and that of the weights; B makes both gradients, I and W one each.
+    output, the gradient of the input and that of the weights; B makes both gradients, I and W one each. Then again, for
+    each rank, with one that waits before every action for all that it has begun, receives included.
 
     Raises:
         ReplayError: an input is missing, a message is another one than the receiver expects, a message or an action
             is left over, something is computed twice, gradients come out of order, or all ranks wait.
     """
+    for careful in (None, *range(program.placement.ranks)):
+        _replay(program, careful)
+
+
+def _replay(program: Program, careful: int | None) -> None:
     p, last = program.placement.ranks, program.placement.stages - 1
     routes = program.placement.routes
     sent: dict[tuple[int, int], list[tuple[str, int, int]]] = defaultdict(list)
@@ -131,6 +137,8 @@ def replay(program: Program) -> None:
         route = routes[pipe]
         if route[stage] != rank:
             raise ReplayError(f"{action} on rank {rank}")
+        if rank == careful and action.is_compute and not all(arrived(rank, recv) for recv in taken[rank]):
+            return False
         if kind == "F":
             if stage > 0 and route[stage - 1] != rank:
                 if not arrived(rank, Action(stage, "RECV_F", micro_batch)):

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -19,7 +20,7 @@ from deepspeed_prt.program.errors import ProgramError
 from deepspeed_prt.program.placement import Placement
 from deepspeed_prt.program.program import forward_only
 
-from .common import BI, UNI, lines, programs, replay, rows_of, table_of
+from .common import BI, UNI, ReplayError, lines, programs, replay, rows_of, table_of
 
 
 def communicated(table, name, ranks, reuse, direction=UNI):
@@ -56,25 +57,26 @@ def test_a_gradient_is_received_one_action_ahead_and_never_before_its_forward():
 
 
 def test_a_rank_in_the_middle():
+    # Rank 1 makes 1B0 after 1F1, so rank 0 asks for its gradient after 0F1.
     assert communicated("""
         0F0 0F1 0B0 0B1
         1F0 1F1 1B0 1B1
         2F0 2B0 2F1 2B1
     """, "loop", 3, 1) == lines("""
-        0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1
+        0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0RECV_B1 0B0 0B1
         1RECV_F0 1RECV_F1 1F0 1SEND_F0 1RECV_B0 1F1 1SEND_F1 1RECV_B1 1B0 1SEND_B0 1B1 1SEND_B1
         2RECV_F0 2F0 2RECV_F1 2B0 2SEND_B0 2F1 2B1 2SEND_B1
     """)
 
 
 def test_reuse_in_a_loop_on_two_ranks_where_next_and_previous_are_one_peer():
-    # Rank 1 posts 1RECV_B0, which it needs last, before 3B0: the sender's order is the channel's order.
+    # Nothing can overlap, and each receive is posted when all that its message needs of the same rank is over.
     assert communicated("""
         0F0 2F0 2B0 0B0
         1F0 3F0 3B0 1B0
     """, "loop", 2, 2) == lines("""
-        2RECV_F0          0F0 0SEND_F0 2F0 2SEND_F0 2RECV_B0 0RECV_B0 2B0 2SEND_B0          0B0
-        1RECV_F0 3RECV_F0 1F0 1SEND_F0 3F0          1RECV_B0          3B0 3SEND_B0          1B0 1SEND_B0
+                 0F0 0SEND_F0 2RECV_F0 2F0 2SEND_F0 2RECV_B0 2B0 2SEND_B0 0RECV_B0 0B0
+        1RECV_F0 1F0 1SEND_F0 3RECV_F0 3F0                   3B0 3SEND_B0 1RECV_B0 1B0 1SEND_B0
     """)
 
 
@@ -135,7 +137,7 @@ def test_whole_and_split_backwards_side_by_side():
         1F0 1B0 1F1 1I1 1W1
     """, "loop", 2, 1) == lines("""
         0F0 0SEND_F0 0RECV_B0 0I0 0W0               0F1 0SEND_F1 0RECV_B1 0B1
-        1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1I1 1SEND_B1 1W1
+        1RECV_F0 1F0          1B0 1SEND_B0 1RECV_F1 1F1               1I1 1SEND_B1 1W1
     """)
 
 
@@ -179,9 +181,9 @@ def test_both_directions_through_a_rank_in_the_middle():
         1F0 1F1 1B1 1B0
         0F1 2F0 2B0 0B1
     """, "loop", 3, 1, BI) == lines("""
-        2RECV_F1          0F0 0SEND_F0 2F1          0RECV_B0          2B1 2SEND_B1 0B0
+                          0F0 0SEND_F0 2RECV_F1     2F1               2B1 2SEND_B1 0RECV_B0 0B0
         1RECV_F0 1RECV_F1 1F0 1SEND_F0 1F1 1SEND_F1 1RECV_B1 1RECV_B0 1B1 1SEND_B1 1B0 1SEND_B0
-        2RECV_F0          0F1 0SEND_F1 2F0          0RECV_B1          2B0 2SEND_B0 0B1
+        2RECV_F0          0F1 0SEND_F1 2F0          0RECV_B1          2B0 2SEND_B0          0B1
     """)
 
 
@@ -273,12 +275,16 @@ def test_sends_follow_their_action_and_receives_come_ahead(program):
                 assert maker.kind == "F" if kind == "SEND_F" else maker.kind in ("B", "I")
             elif kind in ("RECV_F", "RECV_B"):
                 use = user[stage, kind[-1], micro_batch]
-                forward = parse(f"{stage}F{micro_batch}")
-                if use > 0 and computes[use - 1] != forward:
-                    assert index < position[computes[use - 1]], "posted one action before its use at the latest"
                 assert index < position[computes[use]]
                 if kind == "RECV_B":
-                    assert position[forward] < index
+                    assert position[parse(f"{stage}F{micro_batch}")] < index
+                if use > 0 and index > position[computes[use - 1]]:
+                    # One action before its use, it would wait for that action.
+                    early = list(row)
+                    early.insert(position[computes[use - 1]], early.pop(index))
+                    rows = tuple(tuple(early) if other is row else other for other in program.rows)
+                    with pytest.raises(ReplayError):
+                        replay(replace(program, rows=rows))
 
 
 @settings(max_examples=40, deadline=None)

@@ -18,10 +18,10 @@ from .common import BI, lines, peaks, rows_of, table_of
 def test_a_whole_program():
     program = build("interleaved_1f1b", Placement("loop", 2, 2), 1)
     assert table_of(program.rows) == lines("""
-        2RECV_F0          0F0 0SEND_F0 2F0 2SEND_F0 2RECV_B0 0RECV_B0 2B0 2SEND_B0 0B0
-        1RECV_F0 3RECV_F0 1F0 1SEND_F0 3F0          1RECV_B0          3B0 3SEND_B0 1B0 1SEND_B0
+                 0F0 0SEND_F0 2RECV_F0 2F0 2SEND_F0 2RECV_B0 2B0 2SEND_B0 0RECV_B0 0B0
+        1RECV_F0 1F0 1SEND_F0 3RECV_F0 3F0                   3B0 3SEND_B0 1RECV_B0 1B0 1SEND_B0
     """)
-    assert program.slots == ({(2, 0): 0, (0, 0): 1}, {(1, 0): 0, (3, 0): 1})
+    assert program.slots == ({(0, 0): 0, (2, 0): 1}, {(1, 0): 0, (3, 0): 1})
     assert [program.num_slots(rank) for rank in range(2)] == [2, 2]
     assert peaks(program) == [1, 1]
     assert program.has_backward

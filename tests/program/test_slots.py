@@ -5,6 +5,7 @@ from hypothesis import given, settings, strategies as st
 
 from deepspeed_prt.program.actions import parse_row
 from deepspeed_prt.program.build import build
+from deepspeed_prt.program.communication import LOOKAHEAD
 from deepspeed_prt.program.placement import Placement
 from deepspeed_prt.program.program import forward_only
 from deepspeed_prt.program.slots import assign_slots, lifetimes
@@ -118,7 +119,8 @@ def test_a_rank_has_at_most_two_more_slots_than_activations(program):
 
 @settings(max_examples=40, deadline=None)
 @given(programs())
-def test_evaluation_needs_no_more_slots_than_training(program):
+def test_evaluation_needs_hardly_more_slots_than_training(program):
+    # Training may have to post a receive later, as its message waits for a backward.
     evaluation = forward_only(program)
     for rank in range(program.placement.ranks):
-        assert evaluation.num_slots(rank) <= program.num_slots(rank)
+        assert evaluation.num_slots(rank) <= program.num_slots(rank) + LOOKAHEAD

@@ -203,12 +203,12 @@ def test_two_sends_of_one_channel_swapped():
 
 def test_an_activation_and_a_gradient_in_one_channel_swapped():
     # On two ranks in a loop with reuse, both travel from rank 1 to rank 0.
-    loop = build("interleaved_1f1b", Placement("loop", 2, 2), 1)
+    loop = build("interleaved_1f1b", Placement("loop", 2, 2), 4)
     rank_0, rank_1 = table_of(loop.rows)
-    assert "2RECV_B0 0RECV_B0" in rank_0
-    swapped = rank_0.replace("2RECV_B0 0RECV_B0", "0RECV_B0 2RECV_B0")
+    assert "2RECV_F2 0RECV_B0" in rank_0
+    swapped = rank_0.replace("2RECV_F2 0RECV_B0", "0RECV_B0 2RECV_F2")
     assert fault(with_rows(swapped, rank_1, of=loop)).startswith(
-        "channel from rank 1 to rank 0: message 1 is sent by 3SEND_B0 but received by 0RECV_B0")
+        "channel from rank 1 to rank 0: message 4 is sent by 1SEND_F2 but received by 0RECV_B0")
 
 
 def test_messages_of_two_pipes_in_one_channel_swapped():
@@ -371,6 +371,16 @@ def test_three_ranks_that_wait_for_each_other_in_a_circle():
                              "rank 1 at 1F1 waits for 0SEND_F1, which rank 0 does after 3F0")
     with pytest.raises(DeadlockError):
         simulate(cyclic, Costs.uniform(placement))
+
+
+def test_a_receive_that_comes_before_what_its_message_needs():
+    # A device that waits for all it has begun before it starts 2B0 would wait for ever.
+    loop = build("interleaved_1f1b", Placement("loop", 2, 2), 1)
+    rank_0, rank_1 = table_of(loop.rows)
+    assert "2B0 2SEND_B0 0RECV_B0" in rank_0
+    early = rank_0.replace("2B0 2SEND_B0 0RECV_B0", "0RECV_B0 2B0 2SEND_B0")
+    assert fault(with_rows(early, rank_1, of=loop)) == (
+        "rank 0: wrong order, 0RECV_B0 comes before 2B0, without which its message is never sent")
 
 
 def test_only_the_ranks_of_the_cycle_are_named():
