@@ -13,9 +13,9 @@ from torch import nn
 
 
 def gradient_of(weight: nn.Parameter, optimizer: Any) -> torch.Tensor | None:
-    """The gradient that a batch accumulated, wherever the optimizer keeps it; BF16_Optimizer's in fp32."""
+    """The gradient that a batch accumulated, wherever the optimizer keeps it."""
     if isinstance(optimizer, BF16_Optimizer):
-        return _fp32_gradient(weight, optimizer)
+        return _accumulated_gradient(weight, optimizer)
     if isinstance(optimizer, ZeROOptimizer):
         return optimizer.get_gradient_for_reduction(weight)
     return weight.grad
@@ -24,7 +24,7 @@ def gradient_of(weight: nn.Parameter, optimizer: Any) -> torch.Tensor | None:
 def accumulation_dtype(weight: nn.Parameter, optimizer: Any) -> torch.dtype:
     """The dtype of what :func:`gradient_of` gives."""
     if isinstance(optimizer, BF16_Optimizer):
-        return torch.float32
+        return optimizer.grad_acc_dtype  # type: ignore[no-any-return]
     if isinstance(optimizer, ZeROOptimizer) and optimizer.use_grad_accum_attribute:
         return optimizer.gradient_accumulation_dtype
     return weight.dtype
@@ -82,8 +82,8 @@ def mark_copied_gradients(module: nn.Module, optimizer: Any) -> None:
                 weight.grad.ds_pipe_replicated = True
 
 
-def _fp32_gradient(weight: nn.Parameter, optimizer: Any) -> torch.Tensor | None:
-    """The fp32 gradient of a bf16 weight, marked as present."""
+def _accumulated_gradient(weight: nn.Parameter, optimizer: Any) -> torch.Tensor | None:
+    """Where BF16_Optimizer accumulates a weight's gradient, in the dtype of its own, marked as present."""
     for group, members in enumerate(optimizer.bf16_groups):
         for index, member in enumerate(members):
             if member is weight:

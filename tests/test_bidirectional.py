@@ -11,7 +11,7 @@ from torch import nn
 from deepspeed_prt import PRTPipelineModule, replicas
 
 from . import training
-from .training import WIDTH, Block, assert_same, blocks, config, mse, vectors, weights
+from .training import BF16, WIDTH, Block, assert_same, blocks, config, mse, vectors, weights
 from .workers import TaskFailed
 
 LOOP1, LOOP2 = {"direction": "bidirectional", "reuse": 1}, {"direction": "bidirectional", "reuse": 2}
@@ -240,33 +240,36 @@ class Fails(nn.Module):
             raise RuntimeError("boom")
 
 
-def failing(prt, when, failing_rank):
+def failing(prt, when, failing_rank, more):
     """One rank fails in a batch; then training goes on as if that batch had not been."""
+    def batches(seed):
+        return vectors(seed) if not more else ((x.bfloat16(), y.bfloat16()) for x, y in vectors(seed))
+
     torch.manual_seed(1)
     module = PipelineModule([LayerSpec(Fails) if index in (1, 4) else LayerSpec(Block) for index in range(8)],
                             num_stages=2, loss_fn=mse, seed_layers=True, partition_method="uniform")
-    engine, *_ = deepspeed.initialize(model=module, config=config(4, prt=prt))
-    losses = [engine.train_batch(vectors(1)).item()]
+    engine, *_ = deepspeed.initialize(model=module, config=config(4, prt=prt, **more))
+    losses = [engine.train_batch(batches(1)).item()]
     before = weights(engine)
     Fails.armed = when if torch.distributed.get_rank() == failing_rank else None
     error = None
     try:
-        engine.train_batch(vectors(2))
+        engine.train_batch(batches(2))
     except RuntimeError as caught:
         error = f"{type(caught).__name__}: {caught}"
     after = weights(engine)
     unchanged = all(torch.equal(before[layer][name], after[layer][name]) for layer in before for name in before[layer])
     training.clean(engine)
-    losses.append(engine.train_batch(vectors(3)).item())
+    losses.append(engine.train_batch(batches(3)).item())
     return {"losses": losses, "error": error, "unchanged": unchanged, "states": [weights(engine)]}
 
 
 @PLANS
 @pytest.mark.parametrize("when", ["forward", "backward"])
 @pytest.mark.parametrize("failing_rank", [0, 1])
-@pytest.mark.parametrize("split", [True, False])
-def test_a_rank_that_fails_inside_a_batch(world, prt, when, failing_rank, split):
-    reports = world(2).run(failing, {**prt, "split_backward": split}, when, failing_rank)
+@pytest.mark.parametrize(("split", "more"), [(True, {}), (False, {}), (False, BF16)], ids=["split", "whole", "bf16"])
+def test_a_rank_that_fails_inside_a_batch(world, prt, when, failing_rank, split, more):
+    reports = world(2).run(failing, {**prt, "split_backward": split}, when, failing_rank, more)
     assert reports[failing_rank]["error"] == "RuntimeError: boom"
     assert f"rank {failing_rank} failed while computing" in reports[1 - failing_rank]["error"]
     assert all(report["unchanged"] for report in reports)
