@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ MODES: dict[str, dict[str, Any] | None] = {
 }
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
 """Relative, of losses: sums may be ordered otherwise, and kernels chosen by shape."""
-LIMIT_S = 120
-"""A run of all modes takes some 20 s; NCCL that cannot connect waits for ever."""
+LIMIT_S = 330
+"""Of all runs together; NCCL that cannot connect waits for ever."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -48,43 +49,60 @@ def main() -> int:
         return 0
     console = Console(width=130)
     has_failed = False
+    deadline = time.monotonic() + LIMIT_S
     for ranks in options.ranks:
         for precision in options.precision:
-            reports = run(ranks, precision, options.steps, devices)
+            try:
+                reports = run(ranks, precision, options.steps, devices, deadline)
+            except subprocess.TimeoutExpired:
+                print(f"gpu_check: FAILED, {ranks} ranks, {precision}: no end within {LIMIT_S} s of all runs together")
+                return 1
             if reports is None:
                 has_failed = True
                 continue
             table = Table(title=f"{ranks} ranks on {devices or 'no'} GPU, {precision}")
-            for heading in ("mode", "last loss", "losses differ", "host waits a step", "peak MiB of each rank"):
+            for heading in ("mode", "last loss", "losses differ", "steps skipped", "host waits a step",
+                            "peak MiB of each rank"):
                 table.add_column(heading)
-            stock = reports[0]["stock"]["losses"]
+            stock = reports[0]["stock"]
             for mode in MODES:
-                difference = max(abs(mine - theirs) / abs(theirs)
-                                 for mine, theirs in zip(reports[0][mode]["losses"], stock, strict=True))
+                differences = [abs(mine - theirs) / abs(theirs) for report in reports
+                               for mine, theirs in zip(report[mode]["losses"], stock["losses"], strict=True)]
+                # Not the greatest at once, which may hide what is no number.
+                difference = next((some for some in differences if not some <= TOLERANCE[precision]), max(differences))
+                skipped = {report[mode]["skipped"] for report in reports}
                 waits = max(report[mode]["waits"] for report in reports)
-                is_wrong = difference > TOLERANCE[precision] or (mode != "stock" and waits > 0)
-                has_failed |= is_wrong
-                table.add_row(mode, f"{reports[0][mode]['losses'][-1]:.6f}", f"{difference:.1e}", f"{waits}",
+                is_right = (difference <= TOLERANCE[precision] and skipped == {stock["skipped"]}
+                            and (mode == "stock" or waits == 0))
+                has_failed |= not is_right
+                table.add_row(mode, f"{reports[0][mode]['losses'][-1]:.6f}", f"{difference:.1e}",
+                              " ".join(map(str, sorted(skipped))), f"{waits}",
                               " ".join(f"{report[mode]['peak_mib']:.1f}" for report in reports),
-                              style="red" if is_wrong else "")
+                              style="" if is_right else "red")
             console.print(table)
     print("gpu_check:", "FAILED" if has_failed else "passed")
     return int(has_failed)
 
 
-def run(ranks: int, precision: str, steps: int, devices: int) -> list[dict[str, Any]] | None:
-    """Every rank's report; None, and its output, if a rank fails."""
+def run(ranks: int, precision: str, steps: int, devices: int, deadline: float) -> list[dict[str, Any]] | None:
+    """Every rank's report; None, and its output, if a rank fails.
+
+    Raises:
+        subprocess.TimeoutExpired: it has no end before the deadline.
+    """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--",
                    str(Path(__file__).with_name("gpu_check_worker.py")), precision, str(steps), folder]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PRT_CHECK_DEVICES": str(devices)}
-        try:
-            result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
-        except subprocess.TimeoutExpired as expired:
-            print(f"gpu_check: {ranks} ranks, {precision}: no end within {expired.timeout:g} s")
-            return None
-        if result.returncode:
-            print(f"gpu_check: {ranks} ranks, {precision} failed:\n{result.stdout[-2000:]}{result.stderr[-4000:]}")
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              text=True) as launcher:
+            try:
+                output, _ = launcher.communicate(timeout=deadline - time.monotonic())
+            except subprocess.TimeoutExpired:
+                launcher.terminate()  # it ends its workers, which would keep the GPU busy; killed, it could not
+                raise
+        if launcher.returncode:
+            print(f"gpu_check: {ranks} ranks, {precision} failed:\n{output[-6000:]}")
             return None
         return [json.loads(Path(folder, f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
 

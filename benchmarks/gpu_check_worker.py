@@ -24,6 +24,7 @@ from torch import nn  # noqa: E402
 from benchmarks.gpu_check import MODES  # noqa: E402
 
 WIDTH, ROWS, MICRO_BATCHES = 256, 8, 8
+SCALE_POWER = 24
 PASS = "gpu_check pass"
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
@@ -74,7 +75,7 @@ def passes_marked(engine: Any) -> Iterator[None]:
 
 
 def train(precision: str, prt: dict[str, Any] | None, steps: int) -> dict[str, Any]:
-    """Losses, waits of the host within the last batch, and the peak of memory."""
+    """Losses, steps skipped as fp16 overflowed, waits of the host within the last batch, and the peak of memory."""
     module = PipelineModule([LayerSpec(Block) for _ in range(16)], num_stages=int(os.environ["WORLD_SIZE"]),
                             loss_fn=loss, partition_method="uniform", seed_layers=True)
     config: dict[str, Any] = {
@@ -83,8 +84,12 @@ def train(precision: str, prt: dict[str, Any] | None, steps: int) -> dict[str, A
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
         "steps_per_print": 10**9,
     }
-    if precision != "fp32":
-        config[precision] = {"enabled": True, **({"initial_scale_power": 8} if precision == "fp16" else {})}
+    if precision == "bf16":
+        config["bf16"] = {"enabled": True}
+    elif precision == "fp16":
+        # Without ZeRO DeepSpeed does not scale a pipeline's loss; from this scale on, it has to come down first.
+        config |= {"fp16": {"enabled": True, "initial_scale_power": SCALE_POWER, "hysteresis": 1},
+                   "zero_optimization": {"stage": 1}}
     if prt is not None:
         config["prt"] = prt
     before = 0
@@ -101,7 +106,7 @@ def train(precision: str, prt: dict[str, Any] | None, steps: int) -> dict[str, A
     waits = sum(event.name in WAITS and any(span.start <= event.time_range.start <= span.end for span in spans)
                 for event in events)
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20 if DEVICES else 0.0
-    return {"losses": losses, "waits": waits, "peak_mib": peak}
+    return {"losses": losses, "skipped": engine.skipped_steps, "waits": waits, "peak_mib": peak}
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
@@ -98,6 +99,9 @@ class Channels:
                 for route in placement.routes for stage in range(1, placement.stages) if placement.is_remote(stage)}
         self._outgoing: dict[int, _End] = {}
         self._incoming: dict[int, _End] = {}
+        if device.type != "cpu":
+            # NCCL splits the world's communicator for each group, during which nothing may be under way on it.
+            get_accelerator().synchronize()
         for source, target in sorted(hops | {(target, source) for source, target in hops}):
             self._open(source, target, grid)
         self._agreed: dict[Boundary, MessageSpec] = {}
@@ -316,8 +320,10 @@ def _wait_for_all(bundles: "queue.SimpleQueue[deque[_Sent] | threading.Event | N
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """What travels of a tensor: backends send no complex numbers."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    """What travels of a contiguous tensor: backends send no complex numbers, and NCCL no short integers."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor.reshape(-1).view(torch.uint8) if tensor.dtype == torch.int16 else tensor
 
 
 def _fits(spec: MessageSpec, agreed: MessageSpec) -> bool:

@@ -1,6 +1,7 @@
 """The executing interpreter: each instruction of a program, on real tensors."""
 
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
@@ -147,6 +148,8 @@ class Interpreter(PipelineEngine):
                         handlers[type(instruction)](self, **instruction.kwargs)
                     except Exception as error:
                         failure, failed_at = error, time.time()
+                        if isinstance(error, torch.OutOfMemoryError):
+                            traceback.clear_frames(error.__traceback__)  # which hold what the failed pass computed
                         self._finish_without_computing(instruction)
                 else:
                     self._finish_without_computing(instruction)

@@ -1,7 +1,9 @@
 """What cannot work together, and what to change."""
 
+import os
 from typing import Any
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import is_moe_param
 
 from .config import PRTConfig
@@ -23,6 +25,10 @@ def refuse_unsupported(section: PRTConfig, config_class: Any, model: Any) -> Non
     if slices > 1 and (config_class.pipeline["pipe_partitioned"] or config_class.pipeline["grad_partitioned"]):
         raise PRTConfigError(f"activations cannot be partitioned over {slices} tensor-parallel ranks between reused "
                              'stages yet; set "pipeline": {"pipe_partitioned": false, "grad_partitioned": false}')
+    if get_accelerator().device_name() == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise PRTConfigError("with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams of a GPU share one queue, in which "
+                             "compute would wait behind messages that wait for compute, possibly for ever; unset it, "
+                             "or use 8 or more")
     if isinstance(model, PRTPipelineModule):
         if section.partition is not None:
             raise PRTConfigError('"partition" comes too late for a PRTPipelineModule, which is cut already; pass '

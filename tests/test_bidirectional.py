@@ -1,6 +1,7 @@
 """Both directions against the stock engine, and the two copies of each stage against each other."""
 
 import copy
+import weakref
 
 import deepspeed
 import pytest
@@ -275,6 +276,40 @@ def test_a_rank_that_fails_inside_a_batch(world, prt, when, failing_rank, split,
     assert all(report["unchanged"] for report in reports)
     assert reports[0]["losses"] == reports[1]["losses"]
     assert_copies_are_equal(reports)
+
+
+class RunsOutOfMemory(nn.Module):
+    """Fails for lack of memory while it holds a tensor."""
+
+    held = None
+
+    def forward(self, x):
+        large = torch.zeros(1000)
+        RunsOutOfMemory.held = weakref.ref(large)
+        raise torch.OutOfMemoryError("no room")
+
+
+def out_of_memory(prt):
+    """Whether the pass that failed still holds its tensors when others need memory."""
+    module = PipelineModule([LayerSpec(Block), LayerSpec(Block), LayerSpec(RunsOutOfMemory), LayerSpec(Block)],
+                            num_stages=2, loss_fn=mse, partition_method="uniform")
+    engine, *_ = deepspeed.initialize(model=module, config=config(2, prt=prt))
+    held = []
+    finish = engine._finish_without_computing
+
+    def finish_and_look(instruction):
+        held.append(RunsOutOfMemory.held is not None and RunsOutOfMemory.held() is not None)
+        finish(instruction)
+
+    engine._finish_without_computing = finish_and_look
+    with pytest.raises(RuntimeError, match="no room"):
+        engine.train_batch(vectors(1))
+    return held
+
+
+def test_a_pass_that_lacks_memory_lets_go_of_what_it_has(world):
+    reports = world(2).run(out_of_memory, {"reuse": 2, "direction": "unidirectional"})
+    assert reports[0] and not any(map(any, reports))
 
 
 def evaluated(prt):

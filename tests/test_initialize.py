@@ -3,6 +3,7 @@
 import contextlib
 import io
 import re
+from types import SimpleNamespace
 
 import deepspeed
 import pytest
@@ -12,7 +13,9 @@ from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
-from deepspeed_prt import PRTPipelineModule
+from deepspeed_prt import PRTPipelineModule, refusals
+from deepspeed_prt.config import PRTConfig
+from deepspeed_prt.errors import PRTConfigError
 
 from . import training
 from .training import Block, assert_same, blocks, config, mse, weights
@@ -84,6 +87,16 @@ def test_refused_on_every_rank(world, kind, ds_config, message):
     assert sorted(failure.value.errors) == [0, 1]
     for _, text in failure.value.errors.values():
         assert re.search(message, text), text
+
+
+def test_one_queue_for_all_streams_of_a_gpu_is_refused(monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    module = SimpleNamespace(mpu=lambda: SimpleNamespace(get_slice_parallel_world_size=lambda: 1))
+    plain = SimpleNamespace(zero_optimization_stage=0)
+    refusals.refuse_unsupported(PRTConfig(), plain, module)
+    monkeypatch.setattr(refusals, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
+    with pytest.raises(PRTConfigError, match="CUDA_DEVICE_MAX_CONNECTIONS=1"):
+        refusals.refuse_unsupported(PRTConfig(), plain, module)
 
 
 def test_an_optimizer_with_state_is_refused_though_only_one_rank_has_it(world):

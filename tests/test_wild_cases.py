@@ -141,7 +141,8 @@ def with_metric(outputs, labels):
 
 def mixed_tuple(seed):
     for x, y in vectors(seed):
-        yield (torch.arange(6).reshape(MICRO_BATCH, 3), x, torch.tensor([True, False]), x.double()), y
+        yield (torch.arange(6).reshape(MICRO_BATCH, 3), x, torch.tensor([True, False]), x.double(),
+               torch.arange(3, dtype=torch.int16)), y
 
 
 def masked(seed, dtype=torch.float32):
