@@ -150,7 +150,8 @@ class Channels:
         elif not _fits(spec, self._agreed[boundary]):
             raise PRTError(f"stage {boundary[1]} sends {_describe(spec)} but {_describe(self._agreed[boundary])} was "
                            "agreed in an earlier micro-batch; give PipelineModule dynamic_shape=True, make every "
-                           "micro-batch alike (drop_last), or call engine.reset_activation_shape() between batches")
+                           "micro-batch alike (drop_last), or call engine.reset_activation_shape() on every rank "
+                           "between batches, as after layers have been unfrozen")
         for tensor in tensors:
             self._send(tensor, target)
         return self._agreed[boundary]
@@ -322,7 +323,7 @@ def _wait_for_all(bundles: "queue.SimpleQueue[deque[_Sent] | threading.Event | N
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     """What travels of a contiguous tensor: backends send no complex numbers, and NCCL no short integers."""
     if tensor.is_complex():
-        return torch.view_as_real(tensor)
+        return torch.view_as_real(tensor.resolve_conj())
     return tensor.reshape(-1).view(torch.uint8) if tensor.dtype == torch.int16 else tensor
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         print(f"prt {options.command}: {error}", file=sys.stderr)
         return 2
 
@@ -54,13 +55,13 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--split-backward", choices=list(_SPLIT), default="auto",
                       help="whether input and weight gradients are separate actions; auto: as is best, or as the "
                       "schedule has it")
-    plan.add_argument("--forward-ms", type=float, default=1.0, help="forward time")
-    plan.add_argument("--input-grad-ms", type=float, default=1.0, help="time of the input gradients")
-    plan.add_argument("--weight-grad-ms", type=float, default=1.0, help="time of the weight gradients")
-    plan.add_argument("--latency-ms", type=float, default=0.0, help="time of a message between ranks")
-    plan.add_argument("--transfer-ms", type=float, default=0.0,
+    plan.add_argument("--forward-ms", type=_milliseconds, default=1.0, help="forward time")
+    plan.add_argument("--input-grad-ms", type=_milliseconds, default=1.0, help="time of the input gradients")
+    plan.add_argument("--weight-grad-ms", type=_milliseconds, default=1.0, help="time of the weight gradients")
+    plan.add_argument("--latency-ms", type=_milliseconds, default=0.0, help="time of a message between ranks")
+    plan.add_argument("--transfer-ms", type=_milliseconds, default=0.0,
                       help="time that a message occupies its link besides: its bytes over the bandwidth")
-    plan.add_argument("--optimizer-ms", type=float, default=0.0, help="time of the optimizer step")
+    plan.add_argument("--optimizer-ms", type=_milliseconds, default=0.0, help="time of the optimizer step")
     plan.add_argument("--max-in-flight", type=float, default=None,
                       help="cap on a rank's activations, in micro-batches; by default the number of ranks")
     plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -70,8 +71,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _milliseconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time in milliseconds")
+    return value
+
+
 def _plan(options: argparse.Namespace) -> int:
     placement = Placement(options.placement, options.ranks, options.reuse, options.direction)
+    if not options.forward_ms + options.input_grad_ms + options.weight_grad_ms:
+        raise ValueError("forwards and backwards take no time at all; set --forward-ms, --input-grad-ms or "
+                         "--weight-grad-ms")
     times = options.forward_ms, options.input_grad_ms, options.weight_grad_ms, options.latency_ms, \
         options.transfer_ms, options.optimizer_ms
     costs = Costs.uniform(placement, *times)

@@ -29,7 +29,7 @@ from .program.placement import DOWN, Placement
 from .program.program import forward_only
 from .program.simulator import simulate
 from .program.sources import program_from
-from .refusals import refuse_experts, refuse_unsupported
+from .refusals import refuse_in_both_directions, refuse_unsupported
 from .replanning import Replanning
 from .schedule import PRTSchedule
 from .tensors import add, parts_of
@@ -61,7 +61,7 @@ class PRTPipelineEngine(Interpreter):
         section = read_section(config_class._param_dict) or PRTConfig()
         refuse_unsupported(section, config_class, model)
         self._control = Control(model._grid)
-        self._control.agree(refuse_experts(section, model), "looking at the model")
+        self._control.agree(refuse_in_both_directions(section, model), "looking at the model")
         self._planner = Planner(section)
         self._schedules: dict[tuple[int, bool], PRTSchedule] = {}
 

@@ -215,9 +215,11 @@ class Interpreter(PipelineEngine):
         if stage == self._last_stage:
             self._compute_micro_batch_loss(buffer_id, micro_batch, outputs)
             return
-        if not torch.is_tensor(outputs) and not isinstance(outputs, tuple):
-            raise PRTError(f"stage {stage} returns a {type(outputs).__name__}; layers at a stage boundary have to "
-                           "return a tensor or a tuple of tensors")
+        if not torch.is_tensor(outputs) and not (isinstance(outputs, tuple) and all(map(torch.is_tensor, outputs))):
+            what = f"a tuple of {', '.join(type(member).__name__ for member in outputs)}" \
+                if isinstance(outputs, tuple) else f"a {type(outputs).__name__}"
+            raise PRTError(f"stage {stage} returns {what}; the layer at the end of a stage has to return a tensor or a "
+                           'tuple of tensors; set "partition" to boundaries between layers that do, or lower "reuse"')
         if torch.is_grad_enabled():
             edges = {index: get_gradient_edge(tensor) for index, tensor in enumerate(as_tuple(outputs))
                      if tensor.requires_grad}

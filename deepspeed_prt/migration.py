@@ -4,13 +4,10 @@ The object on a layer's first owner is the truth: weights, buffers, requires_gra
 construction. It travels as it is. No random number is drawn, and what stays local stays the same object.
 """
 
-import io
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
@@ -20,11 +17,9 @@ from .config import PRTConfig
 from .control import Control
 from .errors import PRTConfigError, PRTError
 from .module import PRTPipelineModule
+from .packing import ModuleKey, check_hooks, pack, unpack
 from .partition import plan_stages
 from .program.placement import Placement
-
-ModuleKey = tuple[int, str | int]
-"""A module before migration: its rank, and its layer (an int) or its tied key (a str)."""
 
 
 def migrate(module: PipelineModule, section: PRTConfig, client: ClientParameters, control: Control,
@@ -167,7 +162,8 @@ class _Move:
         """Find where every module goes.
 
         Raises:
-            PRTConfigError: layers that share parameters without being tied would be parted.
+            PRTConfigError: layers that share parameters without being tied would be parted, or one that moves has hooks
+                that cannot.
         """
         stage_at = [next(stage for stage in range(route.stages) if index < parts[stage + 1])
                     for index in range(len(self.specs))]
@@ -185,6 +181,10 @@ class _Move:
                 raise PRTConfigError(f"layers {', '.join(map(str, members))} share parameters and would come to "
                                      f"different ranks; tie them with TiedLayerSpec, or keep them together with a list "
                                      'of boundaries in "partition"')
+        for component in self.components[self.rank]:
+            if component.targets != {self.rank}:
+                for key in component.keys:
+                    check_hooks(self.local[key], key[1])
 
     def check_every_rank_trains(self) -> None:
         """Refuse a placement that leaves a rank nothing to train.
@@ -215,7 +215,7 @@ class _Move:
                     if self.rank == source == target:
                         self.arrived.update((key, self.local[key]) for key in component.keys)
                     elif self.rank == source:
-                        self.control.send(_pack({key: self.local[key] for key in component.keys}), target)
+                        self.control.send(pack({key: self.local[key] for key in component.keys}), target)
                     elif self.rank == target:
                         payload = self.control.recv(source)
                         try:
@@ -227,40 +227,17 @@ class _Move:
 
     def _unpack(self, payload: bytes) -> dict[ModuleKey, nn.Module]:
         device = get_accelerator().device_name(self.module.local_rank)
-        content = torch.load(io.BytesIO(payload), map_location=device, weights_only=False)
-        modules: dict[ModuleKey, nn.Module] = content
-        if isinstance(content, _States):
-            if len(content.states) > 1:
-                raise PRTError(f"layers {', '.join(str(key[1]) for key in content.states)} share parameters and cannot "
-                               "be pickled; make them picklable (no lambdas or local classes)")
-            modules = {key: self._rebuild(key, state) for key, state in content.states.items()}
+        modules = unpack(payload, device, self._build)
         compiled = getattr(self.module, "_prt_compile_arguments", None)
         if compiled is not None:
             for module in modules.values():
                 module.compile(*compiled[0], **compiled[1])
         return modules
 
-    def _rebuild(self, key: ModuleKey, state: "_State") -> nn.Module:
-        """Build a module that could not be pickled from its spec, and copy what it holds."""
-        index = next(index for index in range(len(self.specs)) if self._key(index) == key)
-        spec = self.specs[index]
-        with _same_random_numbers():
-            module = spec if isinstance(spec, nn.Module) else spec.build()
-        module.to(get_accelerator().device_name(self.module.local_rank))
-        holders = dict(module.named_parameters()), dict(module.named_buffers())
-        for what, have, came in zip(("parameters", "buffers"), holders, (state.parameters, state.buffers),
-                                    strict=True):
-            if have.keys() != came.keys():
-                raise PRTError(f"layer {index} can be pickled on no rank and was changed after it was built: {what} "
-                               f"{sorted(have.keys() ^ came.keys())} differ from its spec; make it picklable (no "
-                               "lambdas or local classes)")
-        with torch.no_grad():
-            for name, (tensor, requires_grad) in state.parameters.items():
-                holders[0][name].data = tensor
-                holders[0][name].requires_grad_(requires_grad)
-            for name, tensor in state.buffers.items():
-                holders[1][name].data = tensor
-        return module.train(state.training)
+    def _build(self, key: ModuleKey) -> nn.Module:
+        spec = self.specs[next(index for index in range(len(self.specs)) if self._key(index) == key)]
+        module: nn.Module = spec if isinstance(spec, nn.Module) else spec.build()
+        return module
 
     def install(self, route: Placement, parts: list[int]) -> None:
         """Make the module a PRTPipelineModule that holds what has arrived."""
@@ -300,55 +277,3 @@ class _Move:
         """This rank's parameters after the move, by where they came from."""
         return [((key, name), parameter) for key, module in self.arrived.items()
                 for name, parameter in module.named_parameters()]
-
-
-@dataclass
-class _State:
-    """What a module holds, without the module."""
-
-    parameters: dict[str, tuple[torch.Tensor, bool]]
-    buffers: dict[str, torch.Tensor]
-    training: bool
-
-
-@dataclass
-class _States:
-    """Stands for modules that cannot be pickled."""
-
-    states: dict[ModuleKey, _State]
-
-
-def _pack(modules: dict[ModuleKey, nn.Module]) -> bytes:
-    """Pickle modules, or what they hold where that fails."""
-    buffer = io.BytesIO()
-    try:
-        torch.save(modules, buffer)
-    except Exception:
-        buffer = io.BytesIO()
-        torch.save(
-            _States({
-                key: _State({name: (parameter.detach(), parameter.requires_grad)
-                             for name, parameter in module.named_parameters()}, dict(module.named_buffers()),
-                            module.training)
-                for key, module in modules.items()
-            }), buffer)
-    return buffer.getvalue()
-
-
-@contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """Leave the generators of python, numpy and torch as they were."""
-    import random
-
-    import numpy as np
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    accelerator = get_accelerator()
-    device_state = accelerator.get_rng_state() if accelerator.device_name() != "cpu" else None
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-            if device_state is not None:
-                accelerator.set_rng_state(device_state)

@@ -275,7 +275,7 @@ class PRTPipelineModule(PipelineModule):
                     self.replica_group = group
 
     def replicated_parameters(self) -> dict[int | None, list[torch.nn.Parameter]]:
-        """For each of this rank's stages the trainable weights whose other copy is on the mirror rank.
+        """For each of this rank's stages the weights whose other copy is on the mirror rank, frozen ones included.
 
         Those that several stages use are listed under None. Tied weights, which have copies on other ranks as well,
         are not listed.
@@ -286,7 +286,7 @@ class PRTPipelineModule(PipelineModule):
         for layer_id, layer in self.layer_modules():
             stage = self.stage_of(layer_id)
             for parameter in layer.parameters():
-                if parameter.requires_grad and id(parameter) not in tied:
+                if id(parameter) not in tied:
                     weights[id(parameter)] = parameter
                     if stage_of.setdefault(id(parameter), stage) != stage:
                         stage_of[id(parameter)] = None

@@ -42,11 +42,22 @@ def refuse_unsupported(section: PRTConfig, config_class: Any, model: Any) -> Non
                                      f"built with {value!r}; make them agree, or leave the key out")
 
 
-def refuse_experts(section: PRTConfig, module: Any) -> PRTConfigError | None:
-    """What is wrong with expert parallelism in two pipes, if this rank has any."""
+def refuse_in_both_directions(section: PRTConfig, module: Any) -> PRTConfigError | None:
+    """What this rank has that does not stay equal, or cannot be kept equal, in two copies, if it has any."""
     is_bidirectional = section.direction == "bidirectional" or (
         isinstance(module, PRTPipelineModule) and module.placement.pipes == 2)
-    if is_bidirectional and any(is_moe_param(parameter) for parameter in module.parameters()):
+    if not is_bidirectional:
+        return None
+    instead = 'use "direction": "unidirectional"'
+    if any(is_moe_param(parameter) for parameter in module.parameters()):
         return PRTConfigError("expert parallelism is not supported in a bidirectional pipeline, whose two copies of an "
-                              'expert would belong to different expert groups; use "direction": "unidirectional"')
+                              f"expert would belong to different expert groups; {instead}")
+    if any(getattr(layer, "max_norm", None) is not None for layer in module.modules()):
+        return PRTConfigError("an embedding with max_norm changes its rows as it is used, and the two copies in a "
+                              f"bidirectional pipeline see different ones; leave max_norm out, or {instead}")
+    outside = [name for name, parameter in module.named_parameters()
+               if parameter.requires_grad and not name.split(".")[0].isdigit() and not name.startswith("tied_modules.")]
+    if outside:
+        return PRTConfigError(f"{outside[0]} belongs to no layer, and in a bidirectional pipeline two ranks would "
+                              f"train copies of it apart; make it part of the last layer, or {instead}")
     return None

@@ -58,7 +58,7 @@ class Replicas:
         """
         if self._module.replica_group is None:
             return
-        self._waiting += self._weights[stage]
+        self._waiting += [weight for weight in self._weights[stage] if weight.requires_grad]
         if stage is not None and sum(weight.numel() for weight in self._waiting) < SMALL:
             return
         together, self._waiting = self._waiting, []

@@ -191,7 +191,7 @@ class SplitBackward:
         weight, bias = module.weight, getattr(module, "bias", None)
         wanted = (weight is not None and weight.requires_grad, bias is not None and bias.requires_grad)
         if not torch.is_grad_enabled() or not any(wanted) or weight is None or not rule.fits(module, x) \
-                or torch.is_autocast_enabled(x.device.type):
+                or torch.is_autocast_enabled(x.device.type) or torch._C._are_functorch_transforms_active():
             return type(module).forward(module, x)
         # In a tuple, autograd does not see the weights.
         return _Split.apply(self._anchor, x, self, rule, module, wanted, (weight, bias))
@@ -200,7 +200,7 @@ class SplitBackward:
         """Let autograd give the weights' gradients to others, which hand them on later."""
         weights = {name: weight for name, weight in module._parameters.items()
                    if weight is not None and weight.requires_grad}
-        if not torch.is_grad_enabled() or not weights:
+        if not torch.is_grad_enabled() or not weights or torch._C._are_functorch_transforms_active():
             return type(module).forward(module, *args, **kwargs)
         for name, weight in weights.items():
             proxy = weight.detach().requires_grad_()
@@ -268,7 +268,7 @@ class _Give(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, compute: Callable[[], Sequence[Tensor]], *weights: Tensor) -> Tensor:
         ctx.compute = compute
-        return weights[0].new_empty(())
+        return weights[0].new_zeros(())  # no number would fail in anomaly mode
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

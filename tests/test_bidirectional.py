@@ -342,9 +342,29 @@ class Expert(nn.Module):
         return self.linear(x)
 
 
-def refused(layer, stages, ranks):
+class Renormalized(nn.Module):
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(4, WIDTH, max_norm=1.0)
+
+    def forward(self, x):
+        return x + self.embedding.weight[0]
+
+
+class TrainedLoss(nn.Module):
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs, labels):
+        return self.weight * mse(outputs, labels)
+
+
+def refused(layer, stages, ranks, loss=lambda: mse):
     module = PipelineModule([LayerSpec(Block), LayerSpec(layer), LayerSpec(Block), LayerSpec(Block)],
-                            num_stages=stages, loss_fn=mse, partition_method="uniform")
+                            num_stages=stages, loss_fn=loss(), partition_method="uniform")
     deepspeed.initialize(model=module, config=config(2, dp=ranks // stages, prt=LOOP2))
 
 
@@ -352,6 +372,39 @@ def test_experts_are_refused(world):
     with pytest.raises(TaskFailed, match="expert parallelism is not supported in a bidirectional pipeline") as failure:
         world(2).run(refused, Expert, 2, 2)
     assert {name for name, _ in failure.value.errors.values()} <= {"PRTConfigError", "RankFailedError"}
+
+
+@pytest.mark.parametrize(("layer", "loss", "message"), [
+    (Renormalized, None, "an embedding with max_norm changes its rows as it is used"),
+    (Block, TrainedLoss, "loss_fn.weight belongs to no layer"),
+])
+def test_what_two_copies_cannot_share_is_refused(world, layer, loss, message):
+    with pytest.raises(TaskFailed, match=message) as failure:
+        world(2).run(refused, layer, 2, 2, *([] if loss is None else [loss]))
+    assert {name for name, _ in failure.value.errors.values()} <= {"PRTConfigError", "RankFailedError"}
+
+
+def unfrozen(prt):
+    """Layers that are unfrozen while training go on alike in both copies."""
+    module = training.build("blocks", 2)
+    frozen = {3, 5}
+    for layer_id, layer in zip(range(module._local_start, module._local_stop), module.forward_funcs, strict=True):
+        layer.requires_grad_(layer_id not in frozen)
+    engine, *_ = deepspeed.initialize(model=module, config=config(4, prt=prt),
+                                      model_parameters=list(module.parameters()))
+    iterator = training.data("blocks", engine)
+    losses = [engine.train_batch(iterator).item() for _ in range(2)]
+    module.requires_grad_(True)
+    losses += [engine.train_batch(iterator).item() for _ in range(3)]
+    return {"losses": losses, "states": [weights(engine)], "weights": weights(engine)}
+
+
+@pytest.mark.parametrize("prt", [LOOP2, {**LOOP2, "placement": "wave"}])
+def test_layers_unfrozen_while_training(world, prt):
+    stock, ours = world(2).reference(unfrozen, None), world(2).run(unfrozen, prt)
+    assert_copies_are_equal(ours)
+    assert ours[0]["losses"] == pytest.approx(stock[0]["losses"], rel=1e-6)
+    assert_same(stock, ours, tolerance=1e-6)
 
 
 def test_one_rank_is_refused(world):

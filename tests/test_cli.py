@@ -165,6 +165,10 @@ def test_a_picture(capsys, tmp_path):
      "prt plan: rank 0 holds 4 micro-batches in flight, more than max_in_flight 2; raise max_in_flight or choose "
      "another schedule\n"),
     ("--ranks 2 --micro-batches 2 --schedule none.csv", "prt plan: there is no CSV file 'none.csv'\n"),
+    ("--ranks 2 --micro-batches 2 --csv no/such/folder.csv",
+     "prt plan: [Errno 2] No such file or directory: 'no/such/folder.csv'\n"),
+    ("--ranks 2 --micro-batches 2 --forward-ms 0 --input-grad-ms 0 --weight-grad-ms 0",
+     "prt plan: forwards and backwards take no time at all; set --forward-ms, --input-grad-ms or --weight-grad-ms\n"),
 ])
 def test_refusals(capsys, arguments, message):
     assert refusal(capsys, arguments) == message
@@ -172,7 +176,8 @@ def test_refusals(capsys, arguments, message):
 
 @pytest.mark.parametrize("arguments", [
     "--ranks 2", "--ranks 2 --micro-batches 2 --direction both", "--ranks 2 --micro-batches 2 --split-backward maybe",
-    "--ranks 2 --micro-batches 2 --placement spiral"])
+    "--ranks 2 --micro-batches 2 --placement spiral", "--ranks 2 --micro-batches 2 --forward-ms -1",
+    "--ranks 2 --micro-batches 2 --latency-ms nan", "--ranks 2 --micro-batches 2 --latency-ms soon"])
 def test_arguments_that_there_are_not(capsys, arguments):
     with pytest.raises(SystemExit) as error:
         main(["plan", *arguments.split()])

@@ -178,6 +178,26 @@ def _unpicklable(module):
     return _loaded(module)
 
 
+def _halved(gradient):
+    return gradient / 2
+
+
+def _clamped(parameter):
+    parameter.grad.clamp_(-0.01, 0.01)
+
+
+def _hooked(module):
+    """Parameters with hooks, before and after accumulation."""
+    for function in module.forward_funcs:
+        function.linear.weight.register_hook(_halved)
+        function.linear.bias.register_post_accumulate_grad_hook(_clamped)
+    return {}
+
+
+def _hooked_and_unpicklable(module):
+    return {**_hooked(module), **_unpicklable(module)}
+
+
 def _shared(module):
     """Two layers of one stage share a weight without being tied."""
     module.forward_funcs[1].linear.weight = module.forward_funcs[0].linear.weight
@@ -198,7 +218,8 @@ def _named(module):
 
 
 PREPARATIONS = [_shared, _same_dicts_twice, _reversed, _named, _generator, _lazy, _list, _groups, _optimizer, _callable,
-                _callable_and_groups, _only_some, _frozen, _loaded, _adapted, _unpicklable]
+                _callable_and_groups, _only_some, _frozen, _loaded, _adapted, _unpicklable, _hooked,
+                _hooked_and_unpicklable]
 
 
 @BOTH

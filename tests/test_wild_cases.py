@@ -123,6 +123,34 @@ class Nothing(nn.Module):
         return torch.tanh(x)
 
 
+class Conjugate(nn.Module):
+    """Gives complex numbers that have yet to be conjugated."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return torch.complex(self.linear(x), x).conj()
+
+
+class Real(nn.Module):
+
+    def forward(self, z):
+        return torch.tanh(z.real + z.imag)
+
+
+class Mapped(nn.Module):
+    """Runs its modules under a transform of torch.func."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x):
+        return torch.vmap(lambda row: self.norm(torch.tanh(self.linear(row))))(x)
+
+
 def take_first(outputs, labels):
     return mse(outputs[0], labels)
 
@@ -184,6 +212,9 @@ CASES = {
     "unused_float": (lambda: [LayerSpec(Twice) for _ in range(8)], vectors, take_first, {}),
     "in_place": (lambda: [LayerSpec(InPlace) for _ in range(8)], vectors, mse, {}),
     "masks": (lambda: [LayerSpec(Masked) for _ in range(8)], masked, take_first, {}),
+    "conjugate": (lambda: [layer for _ in range(4) for layer in (LayerSpec(Conjugate), LayerSpec(Real))], vectors, mse,
+                  {}),
+    "transforms": (lambda: [LayerSpec(Mapped) for _ in range(8)], vectors, mse, {}),
     "lists": (lambda: [LayerSpec(Only)] + blocks(7), lists, labels_in_list, {}),
     "dict_labels": (lambda: blocks(8), dict_labels, labels_in_dict, {}),
     "varying_lengths": (lambda: blocks(8), varying, mse, {"dynamic_shape": True}),
@@ -354,6 +385,68 @@ def test_a_loss_with_a_metric(world, prt):
     assert [len(pair) for pair in reports[1][0]] == [2, 2] and reports[0][0] is None
     assert all("loss must be a scalar tensor" in refused for _, refused, _ in reports)
     assert all("bcast_loss=False" in hint for _, _, hint in reports)
+
+
+class WithNone(nn.Module):
+
+    def forward(self, x):
+        return x, None
+
+
+def returns_none(prt):
+    module = PipelineModule([*blocks(3), LayerSpec(WithNone), LayerSpec(Only), *blocks(3)], num_stages=2, loss_fn=mse,
+                            partition_method="uniform")
+    engine, *_ = deepspeed.initialize(model=module, config=config(2, prt=prt))
+    engine.train_batch(on_ends(engine, vectors(3)))
+
+
+def test_a_stage_that_returns_no_tensors_says_so(world):
+    with pytest.raises(TaskFailed, match="stage 0 returns a tuple of Tensor, NoneType; the layer at the end"):
+        world(2).run(returns_none, {"reuse": 1})
+
+
+class Scaled(nn.Module):
+    """Cannot be pickled, and has attributes that scripts change."""
+
+    def __init__(self):
+        super().__init__()
+        self.act = lambda x: torch.tanh(x)
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LeakyReLU(0.1))
+        self.scale = 1.0
+
+    def forward(self, x):
+        return self.act(self.inner(x)) * self.scale
+
+
+def scaled(ranks, prt):
+    module = PipelineModule([LayerSpec(Scaled) for _ in range(8)], num_stages=ranks, loss_fn=mse, seed_layers=True,
+                            partition_method="uniform")
+    for layer_id, layer in zip(range(module._local_start, module._local_stop), module.forward_funcs, strict=True):
+        layer.scale = 1 + layer_id / 8
+        layer.inner[1].negative_slope = 0.1 * layer_id
+    engine, *_ = deepspeed.initialize(model=module, config=config(3, prt=prt))
+    iterator = on_ends(engine, vectors(3))
+    return [engine.train_batch(iterator).item() for _ in range(2)]
+
+
+@pytest.mark.parametrize("prt", [{"reuse": 2}, {"reuse": 2, "direction": "bidirectional"}])
+def test_attributes_of_layers_that_cannot_be_pickled(world, prt):
+    stock = world(2).reference(scaled, 2, None)
+    for expected, losses in zip(stock, world(2).run(scaled, 2, prt), strict=True):
+        assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def with_hook(prt):
+    module = training.build("blocks", 2)
+    for layer in module.forward_funcs:
+        layer.linear.weight.register_hook(lambda gradient: gradient)
+    deepspeed.initialize(model=module, config=config(3, prt=prt))
+
+
+def test_a_hook_that_cannot_move_is_refused(world):
+    with pytest.raises(TaskFailed, match="a hook on its parameter linear.weight cannot be pickled") as failure:
+        world(2).run(with_hook, {"reuse": 2})
+    assert {name for name, _ in failure.value.errors.values()} <= {"PRTConfigError", "RankFailedError"}
 
 
 # Data
