@@ -212,7 +212,8 @@ class Channels:
     def _send(self, tensor: torch.Tensor, target: int) -> None:
         group, peer = self._outgoing[target]
         # What dist.isend() does after checks that cost more than this on small messages.
-        self._sending.watch(group.send([_real(tensor)], peer, 0), tensor)
+        real = _real(tensor)
+        self._sending.watch(group.send([real], peer, 0), real)
 
     def _post(self, receive: Receive, source: int) -> Receive:
         self._expected[source].append(receive)

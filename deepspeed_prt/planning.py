@@ -50,7 +50,7 @@ class Planner:
         """
         if micro_batches not in self._programs:
             # An order by name, made for measured costs as they are, may well be longer than one for equal stages.
-            trials = 0 if self.costs is None else 1
+            trials = 1 if self.costs is not None and self._section.schedule != "auto" else 0
             self._programs[micro_batches] = self._make(micro_batches, self.costs, self.split, trials)
         return self._programs[micro_batches]
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import is_moe_param
+from torch import nn
 
 from .config import PRTConfig
 from .errors import PRTConfigError
@@ -52,7 +53,8 @@ def refuse_in_both_directions(section: PRTConfig, module: Any) -> PRTConfigError
     if any(is_moe_param(parameter) for parameter in module.parameters()):
         return PRTConfigError("expert parallelism is not supported in a bidirectional pipeline, whose two copies of an "
                               f"expert would belong to different expert groups; {instead}")
-    if any(getattr(layer, "max_norm", None) is not None for layer in module.modules()):
+    embeddings = (layer for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
+    if any(layer.max_norm is not None for layer in embeddings):
         return PRTConfigError("an embedding with max_norm changes its rows as it is used, and the two copies in a "
                               f"bidirectional pipeline see different ones; leave max_norm out, or {instead}")
     outside = [name for name, parameter in module.named_parameters()
