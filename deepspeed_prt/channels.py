@@ -278,8 +278,8 @@ class _Sending:
         """Keep ``tensor`` alive until ``work`` is done."""
         self._flying.append((work, tensor))
         if self._pollable:
-            while self._flying and self._flying[0][0].is_completed():
-                self._flying.popleft()
+            # All of them: of channels to several ranks the later send may be done first.
+            self._flying = deque(sent for sent in self._flying if not sent[0].is_completed())
         elif len(self._flying) == _BUNDLE:
             self._hand_over()
 
