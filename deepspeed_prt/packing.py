@@ -19,6 +19,9 @@ from .errors import PRTConfigError, PRTError
 ModuleKey = tuple[int, str | int]
 """A module before it moves: its rank, and its layer (an int) or its tied key (a str)."""
 
+_Hooks = dict[str, tuple[list[Callable[..., Any]], list[Callable[..., Any]]]]
+"""Of parameters, by name: those that run before a gradient is accumulated, and after."""
+
 _MODULES_OWN = frozenset(vars(nn.Module()))
 """What every module has: its parameters, buffers, children and hooks."""
 
@@ -35,10 +38,10 @@ class _State:
 
 @dataclass
 class _Packed:
-    """Modules, or their states, and the hooks of their parameters, by name: before and after accumulation."""
+    """Modules, or their states, and the hooks of their parameters."""
 
     content: dict[ModuleKey, nn.Module] | dict[ModuleKey, _State]
-    hooks: dict[ModuleKey, dict[str, tuple[list[Callable[..., Any]], list[Callable[..., Any]]]]]
+    hooks: dict[ModuleKey, _Hooks]
 
 
 def check_hooks(module: nn.Module, layer: int | str) -> None:
@@ -103,7 +106,7 @@ def unpack(payload: bytes, device: str, build: Callable[[ModuleKey], nn.Module])
     return modules
 
 
-def _hooks_of(module: nn.Module) -> dict[str, tuple[list[Callable[..., Any]], list[Callable[..., Any]]]]:
+def _hooks_of(module: nn.Module) -> _Hooks:
     hooks = {name: (list((parameter._backward_hooks or {}).values()),
                     list((parameter._post_accumulate_grad_hooks or {}).values()))
              for name, parameter in module.named_parameters()}

@@ -29,7 +29,7 @@ class Program:
     @cached_property
     def is_split(self) -> bool:
         """Whether any backward is done in two halves."""
-        return any(action.kind == INPUT_GRAD for row in self.rows for action in row)
+        return splits_backward(self.rows)
 
     def num_slots(self, rank: int) -> int:
         """How many pipe buffers ``rank`` needs."""
@@ -47,6 +47,11 @@ class Program:
     def peak(self) -> float:
         """The most that any rank holds at once, as :meth:`peak_in_flight` counts."""
         return max(self.peak_in_flight(rank) for rank in range(self.placement.ranks))
+
+
+def splits_backward(rows: Iterable[Row]) -> bool:
+    """Whether any backward is done in two halves."""
+    return any(action.kind == INPUT_GRAD for row in rows for action in row)
 
 
 def peak_held(row: Iterable[Action]) -> int:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
-from .actions import INPUT_GRAD, Row
+from .actions import Row
 from .bounds import lower_bound
 from .communication import add_sends
 from .costs import Costs
@@ -14,7 +14,7 @@ from .improve import improve
 from .orders import ORDERS
 from .orders._list_scheduler import LARGE, varied_schedule
 from .placement import Placement
-from .program import Program, complete, peak_held
+from .program import Program, complete, peak_held, splits_backward
 from .simulator import Simulation
 from .split import split_backwards
 
@@ -171,8 +171,7 @@ class _Found(NamedTuple):
     @classmethod
     def of(cls, name: str, rows: tuple[Row, ...], placement: Placement, costs: Costs) -> "_Found":
         simulation = Simulation(add_sends(rows, placement), placement, costs)
-        return cls(simulation.makespan(simulation.starts()),
-                   any(action.kind == INPUT_GRAD for row in rows for action in row),
+        return cls(simulation.makespan(simulation.starts()), splits_backward(rows),
                    max(map(peak_held, rows)) / placement.reuse, name, rows)
 
 
