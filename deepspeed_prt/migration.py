@@ -17,7 +17,7 @@ from .config import PRTConfig
 from .control import Control
 from .errors import PRTConfigError, PRTError
 from .module import PRTPipelineModule
-from .packing import ModuleKey, check_hooks, pack, unpack
+from .packing import ModuleKey, check_movable, pack, reached_parameters, unpack
 from .partition import plan_stages
 from .program.placement import Placement
 
@@ -149,10 +149,10 @@ class _Move:
         return counts
 
     def _components(self) -> list[list[ModuleKey]]:
-        """This rank's modules, those that share a parameter together, by first layer."""
+        """This rank's modules, those that reach a common parameter together, by first layer."""
         components: list[tuple[set[int], list[ModuleKey]]] = []
         for key, module in self.local.items():
-            ids = {id(parameter) for parameter in module.parameters()}
+            ids = reached_parameters(module)
             touching = [component for component in components if component[0] & ids]
             merged = (ids.union(*(c[0] for c in touching)), [k for c in touching for k in c[1]] + [key])
             components = [c for c in components if c not in touching] + [merged]
@@ -163,7 +163,7 @@ class _Move:
 
         Raises:
             PRTConfigError: layers that share parameters without being tied would be parted, or one that moves has hooks
-                that cannot.
+                or methods that cannot.
         """
         stage_at = [next(stage for stage in range(route.stages) if index < parts[stage + 1])
                     for index in range(len(self.specs))]
@@ -184,7 +184,7 @@ class _Move:
         for component in self.components[self.rank]:
             if component.targets != {self.rank}:
                 for key in component.keys:
-                    check_hooks(self.local[key], key[1])
+                    check_movable(self.local[key], key[1])
 
     def check_every_rank_trains(self) -> None:
         """Refuse a placement that leaves a rank nothing to train.

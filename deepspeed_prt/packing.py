@@ -6,8 +6,10 @@ Parameters travel with their hooks, which pickling leaves out.
 import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from hashlib import sha256
+from types import CodeType, MethodType
 from typing import Any
 
 import torch
@@ -22,18 +24,24 @@ ModuleKey = tuple[int, str | int]
 _Hooks = dict[str, tuple[list[Callable[..., Any]], list[Callable[..., Any]]]]
 """Of parameters, by name: those that run before a gradient is accumulated, and after."""
 
-_MODULES_OWN = frozenset(vars(nn.Module()))
+_MODULES_OWN = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
 """What every module has: its parameters, buffers, children and hooks."""
+
+_HOOKS = tuple(sorted(name for name in _MODULES_OWN if name.endswith("hooks")))
 
 
 @dataclass
 class _State:
-    """What a module holds, without the module: of itself and each module in it, by name, class and attributes too."""
+    """What a module holds, without the module: of itself and each module in it, by name, class and attributes too.
+
+    ``left_out`` says what attributes and hooks that cannot travel are like, so that those of the spec can stand in.
+    """
 
     parameters: dict[str, tuple[torch.Tensor, bool]]
     buffers: dict[str, torch.Tensor]
     classes: set[str]
     attributes: dict[str, dict[str, Any]]
+    left_out: dict[str, dict[str, Any]]
 
 
 @dataclass
@@ -44,11 +52,11 @@ class _Packed:
     hooks: dict[ModuleKey, _Hooks]
 
 
-def check_hooks(module: nn.Module, layer: int | str) -> None:
-    """Refuse hooks on parameters that cannot travel.
+def check_movable(module: nn.Module, layer: int | str) -> None:
+    """Refuse what would get lost on the way to another rank.
 
     Raises:
-        PRTConfigError: there is one.
+        PRTConfigError: hooks on parameters that cannot be pickled, or methods that the module's class does not have.
     """
     for name, hooks in _hooks_of(module).items():
         try:
@@ -57,6 +65,23 @@ def check_hooks(module: nn.Module, layer: int | str) -> None:
             raise PRTConfigError(f"layer {layer} comes to another rank, but a hook on its parameter {name} cannot be "
                                  f"pickled ({error}); make it a function of a module, or register it after "
                                  "deepspeed.initialize") from error
+    try:
+        _Survey().dump(module)
+    except _PatchedMethod as patched:
+        raise PRTConfigError(f"layer {layer} comes to another rank, but {patched} was bound to it after it was built, "
+                             "and its class has no such method; patch the class, or the object after "
+                             "deepspeed.initialize") from None
+    except Exception:  # whatever objects raise that cannot be pickled: its spec stands in for it
+        return
+
+
+def reached_parameters(module: nn.Module) -> set[int]:
+    """The ids of all parameters that a module can reach, registered in it or not."""
+    survey = _Survey()
+    with suppress(Exception):  # whatever objects raise that cannot be pickled
+        survey.dump(module)
+        return survey.parameters
+    return {id(parameter) for parameter in module.parameters()}
 
 
 def pack(modules: Mapping[ModuleKey, nn.Module]) -> bytes:
@@ -115,10 +140,14 @@ def _hooks_of(module: nn.Module) -> _Hooks:
 
 def _state_of(module: nn.Module) -> _State:
     parameters = {name: (parameter.detach(), parameter.requires_grad) for name, parameter in module.named_parameters()}
-    attributes = {name: {key: value for key, value in vars(part).items()
-                         if key == "training" or key not in _MODULES_OWN and _is_plain(value)}
-                  for name, part in module.named_modules()}
-    return _State(parameters, dict(module.named_buffers()), _classes_of(module), attributes)
+    attributes: dict[str, dict[str, Any]] = {}
+    left_out: dict[str, dict[str, Any]] = {}
+    for name, part in module.named_modules():
+        own = {key: value for key, value in vars(part).items() if key == "training" or key not in _MODULES_OWN}
+        attributes[name] = {key: value for key, value in own.items() if _is_plain(value)}
+        left_out[name] = {key: _likeness(value) for key, value in own.items() if key not in attributes[name]}
+        left_out[name] |= {key: _likeness(getattr(part, key)) for key in _HOOKS}
+    return _State(parameters, dict(module.named_buffers()), _classes_of(module), attributes, left_out)
 
 
 def _classes_of(module: nn.Module) -> set[str]:
@@ -136,6 +165,13 @@ def _fill(module: nn.Module, state: _State, layer: int | str) -> None:
             raise PRTError(f"layer {layer} can be pickled on no rank and was changed after it was built: {what} "
                            f"{sorted(have ^ came)} differ from its spec; make it picklable (no lambdas or local "
                            "classes)")
+    for name, part in module.named_modules():
+        for key, like in state.left_out[name].items():
+            # What the class knows nothing of may stay behind.
+            if hasattr(part, key) and _likeness(getattr(part, key)) != like:
+                raise PRTError(f"layer {layer} comes to another rank and cannot be pickled, and its "
+                               f"{'.'.join(filter(None, (name, key)))} is not what its spec makes; make both picklable "
+                               "(no lambdas or local classes), or change it after deepspeed.initialize")
     with torch.no_grad():
         for name, (tensor, requires_grad) in state.parameters.items():
             holders[0][name].data = tensor
@@ -144,6 +180,43 @@ def _fill(module: nn.Module, state: _State, layer: int | str) -> None:
             holders[1][name].data = tensor
     for name, part in module.named_modules():
         vars(part).update(state.attributes[name])
+
+
+def _likeness(value: Any) -> Any:
+    """What can be told of a value that cannot travel: its type; also a function's code, and a tensor's bytes."""
+    if isinstance(value, dict):
+        return [_likeness(item) for item in value.values()]
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    code = getattr(getattr(value, "__func__", value), "__code__", None)
+    if isinstance(code, CodeType):
+        constants = [constant for constant in code.co_consts if not isinstance(constant, CodeType)]
+        return kind, code.co_code, code.co_names, repr(constants)
+    if isinstance(value, torch.Tensor):
+        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return kind, tuple(value.shape), sha256(content.numpy().tobytes()).hexdigest()
+    return kind
+
+
+class _PatchedMethod(Exception):
+    """A method bound to an object whose class does not have it: pickling takes it for one that the class has."""
+
+
+class _Survey(pickle.Pickler):
+    """Goes through all that a module holds, without writing its tensors, and notes its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO())
+        self.parameters: set[int] = set()
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if isinstance(value, nn.Parameter):
+                self.parameters.add(id(value))
+            return int, ()
+        if isinstance(value, MethodType) and not isinstance(value.__self__, type) \
+                and getattr(type(value.__self__), value.__name__, None) is not value.__func__:
+            raise _PatchedMethod(f"{value.__func__.__qualname__}()")
+        return NotImplemented
 
 
 class _Plain(pickle.Pickler):

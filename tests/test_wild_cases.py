@@ -3,6 +3,7 @@
 import copy
 import random
 import time
+from types import MethodType
 
 import deepspeed
 import pytest
@@ -447,6 +448,84 @@ def test_a_hook_that_cannot_move_is_refused(world):
     with pytest.raises(TaskFailed, match="a hook on its parameter linear.weight cannot be pickled") as failure:
         world(2).run(with_hook, {"reuse": 2})
     assert {name for name, _ in failure.value.errors.values()} <= {"PRTConfigError", "RankFailedError"}
+
+
+def _bound_forward(layer):
+    def forward(self, x):
+        return torch.tanh(self.linear(x)) * 0.9
+    layer.forward = MethodType(forward, layer)
+
+
+def _bound_forward_inside(layer):
+    layer.linear.forward = MethodType(lambda self, x: nn.functional.linear(x, self.weight), layer.linear)
+
+
+def _wrapped_forward(layer):
+    forward = layer.forward
+    layer.forward = lambda x: forward(x) * 0.9
+
+
+def _another_function(layer):
+    layer.act = lambda x: torch.tanh(x) * 0.5
+
+
+def _forward_hook(layer):
+    layer.register_forward_hook(lambda module, inputs, outputs: outputs * 0.9)
+
+
+def _forward_pre_hook_inside(layer):
+    layer.inner[1].register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.9, ))
+
+
+def changed(prt, layer_class, change):
+    module = PipelineModule([LayerSpec(layer_class) for _ in range(8)], num_stages=2, loss_fn=mse,
+                            partition_method="uniform")
+    for layer in module.forward_funcs:
+        change(layer)
+    deepspeed.initialize(model=module, config=config(3, prt=prt))
+
+
+@pytest.mark.parametrize(("layer_class", "change", "message"), [
+    (training.Block, _bound_forward, r"_bound_forward.<locals>.forward\(\) was bound to it after it was built"),
+    (training.Block, _bound_forward_inside, r"<lambda>\(\) was bound to it after it was built"),
+    (Scaled, _wrapped_forward, "its forward is not what its spec makes"),
+    (Scaled, _another_function, "its act is not what its spec makes"),
+    (Scaled, _forward_hook, "its _forward_hooks is not what its spec makes"),
+    (Scaled, _forward_pre_hook_inside, "its inner.1._forward_pre_hooks is not what its spec makes"),
+])
+def test_a_change_that_cannot_move_is_refused(world, layer_class, change, message):
+    """Pickling takes bound methods for those of the class, and what is built anew knows of no change."""
+    with pytest.raises(TaskFailed, match=message):
+        world(2).run(changed, {"reuse": 2}, layer_class, change)
+
+
+class HiddenTie(nn.Module):
+    """Uses the weight of another layer that is not registered in it."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.others = [other]
+
+    def forward(self, x):
+        return self.linear(x) @ self.others[0].linear.weight.t()
+
+
+def hidden_tie(place, prt):
+    """The layer at ``place`` and the next one; layers 2 and 3 are a stage that moves, 1 and 2 are parted."""
+    torch.manual_seed(5)
+    layers = [training.Block() for _ in range(8)]
+    layers[place + 1] = HiddenTie(layers[place])
+    module = PipelineModule(layers, num_stages=2, loss_fn=mse, partition_method="uniform")
+    engine, *_ = deepspeed.initialize(model=module, config=config(3, prt=prt))
+    iterator = on_ends(engine, vectors(3))
+    return [engine.train_batch(iterator).item() for _ in range(3)]
+
+
+def test_weights_that_a_layer_uses_without_registering_them(world):
+    assert world(2).run(hidden_tie, 2, {"reuse": 2}) == world(2).reference(hidden_tie, 2, None)
+    with pytest.raises(TaskFailed, match="layers 1, 2 share parameters and would come to different ranks"):
+        world(2).run(hidden_tie, 1, {"reuse": 2})
 
 
 # Data
