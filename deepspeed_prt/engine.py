@@ -31,7 +31,7 @@ from .program.simulator import simulate
 from .program.sources import program_from
 from .refusals import refuse_in_both_directions, refuse_unsupported
 from .replanning import Replanning
-from .schedule import PRTSchedule
+from .schedule import PRTSchedule, ReduceReplicaGrads
 from .tensors import add, parts_of
 
 _LAYOUT = "prt_layout"
@@ -198,6 +198,8 @@ class PRTPipelineEngine(Interpreter):
         instructions = list(itertools.chain.from_iterable(pipe_schedule.steps()))
         computing = [instruction for instruction in instructions if not isinstance(instruction, _CLOSING)]
         closing = [instruction for instruction in instructions if isinstance(instruction, _CLOSING)]
+        if closing:
+            computing.append(ReduceReplicaGrads(stage=None))
         self.fwd_outputs = []
         self._begin_batch(pipe_schedule)
         try:
@@ -210,8 +212,6 @@ class PRTPipelineEngine(Interpreter):
             if self._profile is not None:
                 self._profile.start_batch()
             failure, failed_at = self._execute(computing, confirm)
-            if closing:
-                self._replicas.start(None, failed=failure is not None)
             self._channels.flush()
             self._lacking_somewhere = self._control.agree(failure, f"computing {self._mode} batch {self.global_steps}",
                                                           failed_at, flag=self._replicas.lacks_gradients)
@@ -325,7 +325,7 @@ class PRTPipelineEngine(Interpreter):
 
     def load_module_state_dict(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Called between reading a checkpoint and loading the optimizer state in it."""
-        error = None
+        error: Exception | None = None
         if self._wants_optimizer_states and self.optimizer is not None:
             parts = self.module.rank_parts
             stock = [list(range(start, stop)) for start, stop in itertools.pairwise(parts)]
@@ -339,7 +339,13 @@ class PRTPipelineEngine(Interpreter):
                                  f"{mine[rank]}; load it with the reuse, placement and ranks it was saved with, or "
                                  "pass load_optimizer_states=False to load_checkpoint")
         self._control.agree(error, "loading a checkpoint")
-        super().load_module_state_dict(checkpoint, *args, **kwargs)
+        try:
+            with self.module.copies_left_apart():
+                super().load_module_state_dict(checkpoint, *args, **kwargs)
+        except Exception as caught:
+            error = caught
+        self._control.agree(error, "loading layers")
+        self.module._synchronize_tied_weights()
 
     def reset_activation_shape(self) -> None:
         """Agree on the shapes between stages anew, at the next batch; to be called on every rank."""

@@ -2,6 +2,8 @@
 
 import itertools
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -305,6 +307,15 @@ class PRTPipelineModule(PipelineModule):
             owner = self._grid.stage_to_global(self.stage_owner(layer_id))
             for tensor in itertools.chain(layer.parameters(), layer.buffers()):
                 dist.broadcast(tensor.data, src=owner, group=self.replica_group)
+
+    @contextmanager
+    def copies_left_apart(self) -> Iterator[None]:
+        """Leave it to the caller to make copies equal, who knows when all ranks can."""
+        self.__dict__["_synchronize_tied_weights"] = lambda: None
+        try:
+            yield
+        finally:
+            del self.__dict__["_synchronize_tied_weights"]
 
     # Checkpoints
 

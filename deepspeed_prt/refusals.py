@@ -53,7 +53,10 @@ def refuse_in_both_directions(section: PRTConfig, module: Any) -> PRTConfigError
     if any(is_moe_param(parameter) for parameter in module.parameters()):
         return PRTConfigError("expert parallelism is not supported in a bidirectional pipeline, whose two copies of an "
                               f"expert would belong to different expert groups; {instead}")
-    embeddings = (layer for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
+    embeddings = [layer for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag)]
+    if any(layer.sparse for layer in embeddings):
+        return PRTConfigError("the sparse gradients of an embedding cannot be summed over the two copies in a "
+                              f"bidirectional pipeline; leave sparse out, or {instead}")
     if any(layer.max_norm is not None for layer in embeddings):
         return PRTConfigError("an embedding with max_norm changes its rows as it is used, and the two copies in a "
                               f"bidirectional pipeline see different ones; leave max_norm out, or {instead}")

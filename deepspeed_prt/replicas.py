@@ -42,7 +42,7 @@ class Replicas:
         self._optimizer = optimizer
         self._bucket_size = bucket_size
         self._weights = module.replicated_parameters()
-        self._waiting: list[nn.Parameter] = []
+        self._waiting: dict[nn.Parameter, None] = {}
         self._buckets: list[_Bucket] = []
         self._lacking: dict[nn.Parameter, bool] = {}
 
@@ -52,26 +52,26 @@ class Replicas:
         return any(self._lacking.values())
 
     def start(self, stage: int | None, failed: bool = False) -> None:
-        """Start to sum the gradients of a stage; zeros for a batch that failed.
+        """Start to sum the gradients of a stage; zeros for a batch that failed, also where this call did.
 
         None stands for what stages share, and for the end: nothing waits for company any longer.
         """
         if self._module.replica_group is None:
             return
-        self._waiting += [weight for weight in self._weights[stage] if weight.requires_grad]
+        self._waiting.update((weight, None) for weight in self._weights[stage]
+                             if weight.requires_grad and weight not in self._lacking)
         if stage is not None and sum(weight.numel() for weight in self._waiting) < SMALL:
             return
-        together, self._waiting = self._waiting, []
-        for weights in _pack(together, self._bucket_size):
+        for weights in _pack(list(self._waiting), self._bucket_size):
             dtype = accumulation_dtype(weights[0], self._optimizer)
-            gradients = []
-            for weight in weights:
-                gradient = None if failed else gradient_of(weight, self._optimizer)
-                self._lacking[weight] = gradient is None
-                gradients.append(torch.zeros_like(weight, dtype=dtype) if gradient is None else gradient)
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            gradients = [None if failed else gradient_of(weight, self._optimizer) for weight in weights]
+            flat = torch.cat([torch.zeros(weight.numel(), dtype=dtype, device=weight.device) if gradient is None
+                              else gradient.reshape(-1) for weight, gradient in zip(weights, gradients, strict=True)])
             work = dist.all_reduce(flat, group=self._module.replica_group, async_op=True)
             self._buckets.append(_Bucket(weights, flat, work))
+            for weight, gradient in zip(weights, gradients, strict=True):
+                self._lacking[weight] = gradient is None
+                del self._waiting[weight]
 
     def finish(self, lacking_somewhere: bool, control: Control) -> None:
         """Wait for the sums and put them into place; a weight that neither copy has a gradient of gets none.

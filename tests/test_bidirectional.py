@@ -352,6 +352,28 @@ class Renormalized(nn.Module):
         return x + self.embedding.weight[0]
 
 
+class SparseLookup(nn.Module):
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(4, WIDTH, sparse=True)
+
+    def forward(self, x):
+        return x + self.embedding(torch.zeros(1, dtype=torch.long))
+
+
+class SparseWeight(SparseLookup):
+    """A weight with a sparse gradient that nobody knows of before there is one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = self.embedding.weight
+        del self.embedding
+
+    def forward(self, x):
+        return x + nn.functional.embedding(torch.zeros(1, dtype=torch.long), self.weight, sparse=True)
+
+
 class TrainedLoss(nn.Module):
 
     def __init__(self):
@@ -376,12 +398,30 @@ def test_experts_are_refused(world):
 
 @pytest.mark.parametrize(("layer", "loss", "message"), [
     (Renormalized, None, "an embedding with max_norm changes its rows as it is used"),
+    (SparseLookup, None, "the sparse gradients of an embedding cannot be summed over the two copies"),
     (Block, TrainedLoss, "loss_fn.weight belongs to no layer"),
 ])
 def test_what_two_copies_cannot_share_is_refused(world, layer, loss, message):
     with pytest.raises(TaskFailed, match=message) as failure:
         world(2).run(refused, layer, 2, 2, *([] if loss is None else [loss]))
     assert {name for name, _ in failure.value.errors.values()} <= {"PRTConfigError", "RankFailedError"}
+
+
+def sum_that_fails(prt):
+    module = PipelineModule([LayerSpec(SparseWeight), *[LayerSpec(Block) for _ in range(3)]], num_stages=4,
+                            loss_fn=mse, partition_method="uniform")
+    engine, *_ = deepspeed.initialize(model=module, config=config(4, prt=prt))
+    engine.train_batch(training.data("blocks", engine))
+
+
+def test_a_sum_of_two_copies_that_fails(world):
+    """The pair that fails says so, and nobody waits for it."""
+    with pytest.raises(TaskFailed) as failure:
+        world(4).run(sum_that_fails, LOOP1)
+    errors = failure.value.errors
+    assert {rank: name for rank, (name, _) in errors.items()} == {
+        0: errors[0][0], 1: "RankFailedError", 2: "RankFailedError", 3: errors[3][0]}
+    assert any("sparse" in errors[rank][1] for rank in (0, 3))
 
 
 def unfrozen(prt):

@@ -8,6 +8,7 @@ import torch
 
 from . import training
 from .training import ZERO1, config, merge, weights
+from .workers import TaskFailed
 
 
 def save(path, model, stages, prt, more):
@@ -112,3 +113,21 @@ def test_frozen_parameters_can_be_left_out(world, tmp_path):
         state = torch.load(tmp_path / "t" / f"layer_{layer_id:02d}-model_states.pt", weights_only=False)
         assert ("linear.bias" in state) == (layer_id % 2 == 0), layer_id
         assert "linear.weight" in state
+
+
+def load_broken(path, prt):
+    engine, *_ = deepspeed.initialize(model=training.build("blocks", 2), config=config(2, prt=prt))
+    engine.load_checkpoint(path, tag="t", load_optimizer_states=False)
+
+
+@PLANS
+def test_a_layer_file_that_cannot_be_read(world, tmp_path, prt):
+    """Only one rank reads it, or, in both directions, each."""
+    world(2).run(save, str(tmp_path), "blocks", 2, prt, {})
+    file = tmp_path / "t" / "layer_00-model_states.pt"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(TaskFailed) as failure:
+        world(2).run(load_broken, str(tmp_path), prt)
+    names = {rank: name for rank, (name, _) in failure.value.errors.items()}
+    assert names.keys() == {0, 1} and "Hang" not in names.values() and names[0] != "RankFailedError"
+    assert (names[1] == "RankFailedError") == (prt is not BOTH_WAYS)
