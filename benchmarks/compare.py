@@ -58,9 +58,16 @@ def parse_arguments() -> argparse.Namespace:
                                                  ("rounds", 1, 5)):
         if getattr(options, name) is None:
             setattr(options, name, real_default if options.real else emulated_default)
+    for name in ("ranks", "steps", "rounds", "width"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} has to be at least 1")
+    if min(options.micro_batches) < 1:
+        parser.error("--micro-batches have to be at least 1")
+    if min(options.forward_ms, options.input_grad_ms, options.weight_grad_ms, options.latency_ms) < 0:
+        parser.error("times cannot be negative")
     if options.layers is None:
         options.layers = 8 * options.ranks
-    if options.layers % options.ranks:
+    if options.layers < options.ranks or options.layers % options.ranks:
         parser.error(f"{options.layers} layers are not the same number on each of {options.ranks} ranks")
     return options
 

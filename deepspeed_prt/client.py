@@ -48,8 +48,9 @@ class ClientParameters:
         """
         if self.optimizer is not None and any(self.optimizer.state.values()):
             raise PRTConfigError(f"the {type(self.optimizer).__name__} passed to deepspeed.initialize already has "
-                                 "state, which cannot follow the layers to other ranks; pass a new optimizer and load "
-                                 "a checkpoint afterwards")
+                                 "state (some make it when they are built), which cannot follow the layers to other "
+                                 "ranks; pass a callable that makes a new one, like lambda parameters: "
+                                 f"{type(self.optimizer).__name__}(parameters), and load a checkpoint afterwards")
         for group in self._groups:
             for parameter in group["params"]:
                 if not isinstance(parameter, torch.Tensor):

@@ -17,7 +17,7 @@ from .client import ClientParameters
 from .clipping import clip_like_stock
 from .config import PRTConfig, read_section
 from .control import Control
-from .errors import PRTError
+from .errors import PRTError, as_config_errors
 from .gradients import add_shared_gradients, fill_missing_gradients, mark_copied_gradients, reduce_tied_gradients
 from .interpreter import Interpreter
 from .migration import migrate
@@ -67,7 +67,8 @@ class PRTPipelineEngine(Interpreter):
 
         def check(placement: Placement) -> None:
             self.placement = self._planner.placement = placement
-            self._planner.program(config_class.gradient_accumulation_steps)
+            with as_config_errors():
+                self._planner.program(config_class.gradient_accumulation_steps)
 
         if isinstance(model, PRTPipelineModule):
             check(model.placement)

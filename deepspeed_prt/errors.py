@@ -1,5 +1,8 @@
 """The errors that deepspeed_prt raises."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class PRTError(Exception):
     """deepspeed_prt cannot do what the config, the model or the call asks for; the message says what to change."""
@@ -7,6 +10,15 @@ class PRTError(Exception):
 
 class PRTConfigError(PRTError, ValueError):
     """The ``"prt"`` section is wrong, or cannot take effect."""
+
+
+@contextmanager
+def as_config_errors() -> Iterator[None]:
+    """Turn what programs and placements refuse, a ValueError, into a PRTConfigError with the same text."""
+    try:
+        yield
+    except ValueError as error:
+        raise error if isinstance(error, PRTError) else PRTConfigError(str(error)) from error
 
 
 class RankFailedError(PRTError, RuntimeError):

@@ -15,7 +15,7 @@ from torch import nn
 from .client import ClientParameters, ParameterKey
 from .config import PRTConfig
 from .control import Control
-from .errors import PRTConfigError, PRTError
+from .errors import PRTConfigError, PRTError, as_config_errors
 from .module import PRTPipelineModule
 from .packing import ModuleKey, check_movable, pack, reached_parameters, unpack
 from .partition import plan_stages
@@ -40,7 +40,7 @@ def migrate(module: PipelineModule, section: PRTConfig, client: ClientParameters
     try:
         move.find_local()
         client.check()
-    except (PRTError, ValueError) as caught:
+    except PRTError as caught:
         error = caught
     control.agree(error, "looking at the layers")
     move.hear()
@@ -53,13 +53,14 @@ def migrate(module: PipelineModule, section: PRTConfig, client: ClientParameters
                 raise PRTConfigError("the PipelineModule was built before deepspeed_prt was imported, so its partition "
                                      'method is unknown; import deepspeed_prt first, or set "partition"')
             method = module._prt_partition_method
-        route, parts = plan_stages(module, module._topo.get_dim("pipe"), section.reuse, section.placement,
-                                   section.direction, method)
+        with as_config_errors():
+            route, parts = plan_stages(module, module._topo.get_dim("pipe"), section.reuse, section.placement,
+                                       section.direction, method)
         check(route)
         move.plan(route, parts)
         if every_rank_trains:
             move.check_every_rank_trains()
-    except (PRTError, ValueError) as caught:
+    except PRTError as caught:
         error = caught
     finally:
         module.__dict__.pop("_count_layer_params", None)
@@ -73,6 +74,7 @@ def migrate(module: PipelineModule, section: PRTConfig, client: ClientParameters
         error = caught
     control.agree(error, "moving layers")
     move.install(route, parts)
+    module.__dict__["_prt_partition"] = section.partition
     client.follow(module, move.new_parameters(), control)
 
 

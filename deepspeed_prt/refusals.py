@@ -31,9 +31,10 @@ def refuse_unsupported(section: PRTConfig, config_class: Any, model: Any) -> Non
                              "compute would wait behind messages that wait for compute, possibly for ever; unset it, "
                              "or use 8 or more")
     if isinstance(model, PRTPipelineModule):
-        if section.partition is not None:
-            raise PRTConfigError('"partition" comes too late for a PRTPipelineModule, which is cut already; pass '
-                                 "partition= to its constructor and leave the key out")
+        if section.partition not in (None, model.__dict__.get("_prt_partition")):
+            raise PRTConfigError('"partition" comes too late for a PRTPipelineModule, which is cut already (by an '
+                                 "earlier deepspeed.initialize, or by its constructor, which takes partition= too); "
+                                 "leave the key out")
         have = model.placement
         built = {"reuse": have.reuse, "placement": have.name, "direction": have.direction}
         for key, value in built.items():

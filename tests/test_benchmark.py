@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.compare import parse_arguments
 from benchmarks.report import middle_round
 
 SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "compare.py"
@@ -29,6 +30,21 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         command += ["--only", name]
     subprocess.run(command, check=True, capture_output=True)
     return json.loads(result.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ("--ranks 0", "--ranks has to be at least 1"),
+    ("--steps 0", "--steps has to be at least 1"),
+    ("--micro-batches 4 0", "--micro-batches have to be at least 1"),
+    ("--latency-ms -5", "times cannot be negative"),
+    ("--layers 0", "0 layers are not the same number"),
+])
+def test_arguments_that_make_no_sense(arguments: str, message: str, monkeypatch: pytest.MonkeyPatch,
+                                      capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["compare.py", *arguments.split()])
+    with pytest.raises(SystemExit):
+        parse_arguments()
+    assert message in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

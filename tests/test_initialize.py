@@ -68,6 +68,7 @@ REFUSED = [
     ("pipeline", config(gas=8, prt={"schedule": "gpipe", "max_in_flight": 2}), "more than max_in_flight 2"),
     ("pipeline", config(prt={"max_in_flight": 0.5}), "too small"),
     ("pipeline", config(prt={"schedule": "no.such:thing"}), "cannot be loaded"),
+    ("pipeline", config(prt={"schedule": "os:getcwd"}), "failed with TypeError: .*takes no arguments"),
     ("pipeline", config(prt={}, zero_optimization={"stage": 2}), "ZeRO-2 is incompatible"),
     ("dualpipev", config(prt={}), "cannot take effect on a DualPipeVModule"),
     ("plain", config(prt={}, dp=2), "cannot take effect on a Block"),
@@ -85,8 +86,8 @@ def test_refused_on_every_rank(world, kind, ds_config, message):
     with pytest.raises(TaskFailed) as failure:
         world(2).run(class_name, ds_config, kind)
     assert sorted(failure.value.errors) == [0, 1]
-    for _, text in failure.value.errors.values():
-        assert re.search(message, text), text
+    for name, text in failure.value.errors.values():
+        assert name == "PRTConfigError" and re.search(message, text), text
 
 
 def test_one_queue_for_all_streams_of_a_gpu_is_refused(monkeypatch):
@@ -103,8 +104,23 @@ def test_an_optimizer_with_state_is_refused_though_only_one_rank_has_it(world):
     with pytest.raises(TaskFailed) as failure:
         world(2).run(class_name, config(prt={"reuse": 2}), optimizer=used_optimizer)
     errors = failure.value.errors
-    assert "already has state" in errors[1][1]
+    assert re.search(r"already has state .* like lambda parameters: Adam\(parameters\)", errors[1][1]), errors[1][1]
     assert errors[0][0] == "RankFailedError" and "rank 1 failed while looking at the layers" in errors[0][1]
+
+
+def initialized_twice(first, second):
+    module = PipelineModule(blocks(12), num_stages=2, loss_fn=mse, partition_method="uniform")
+    for section in (first, second):
+        engine, *_ = deepspeed.initialize(model=module, config=config(prt=section))
+    return engine.train_batch(training.data("blocks", engine)).item()
+
+
+def test_a_second_engine_of_the_same_module(world):
+    """What cut the module may stand in the config again, but nothing else."""
+    uniform = {"reuse": 2, "partition": "uniform"}
+    assert len(set(world(2).run(initialized_twice, uniform, uniform))) == 1
+    with pytest.raises(TaskFailed, match=r"comes too late .* \(by an earlier deepspeed.initialize"):
+        world(2).run(initialized_twice, uniform, {"reuse": 2, "partition": "parameters"})
 
 
 class Own(PipelineEngine):

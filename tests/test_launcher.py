@@ -11,6 +11,8 @@ import pytest
 
 from .training import config
 
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
 SCRIPT = textwrap.dedent("""
     import argparse
     import deepspeed
@@ -85,3 +87,10 @@ def test_a_wrong_section_ends_the_run(tmp_path):
     done = launch(tmp_path, config(4, prt={"reuse": 99}))
     assert done.returncode != 0
     assert "8 layers cannot fill 2 ranks x 99 stages = 198 stages; use reuse <= 4" in done.stderr
+
+
+@pytest.mark.parametrize("example", ["bert_imdb", "resnet_mini_imagenet"])
+def test_an_example_without_steps(example):
+    command = [sys.executable, str(EXAMPLES / example / "train.py"), "--steps", "0"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2 and "--steps has to be at least 1" in result.stderr

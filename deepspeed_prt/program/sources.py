@@ -35,7 +35,7 @@ def program_from(schedule: str, placement: Placement, micro_batches: int, max_in
     if schedule.endswith(".csv") or ":" in schedule:
         cap = default_cap(schedule, placement.ranks, micro_batches) if max_in_flight is None else max_in_flight
         rows = read_compute_rows(Path(schedule)) if schedule.endswith(".csv") \
-            else _rows(schedule, _load(schedule)(placement, micro_batches, cap))
+            else _rows(schedule, _call(schedule, placement, micro_batches, cap))
         if split:
             rows = split_backwards(rows)
         program = complete(schedule, rows, placement, micro_batches, cap)
@@ -46,6 +46,20 @@ def program_from(schedule: str, placement: Placement, micro_batches: int, max_in
         program = build(schedule, placement, micro_batches, max_in_flight, costs, split, trials)
     verify(program)
     return program
+
+
+def _call(schedule: str, placement: Placement, micro_batches: int, cap: float) -> object:
+    """What a user's function returns.
+
+    Raises:
+        ValueError: it cannot be loaded, or fails.
+    """
+    function = _load(schedule)
+    try:
+        return function(placement, micro_batches, cap)
+    except Exception as error:
+        raise ValueError(f"schedule {schedule!r}, called with (placement, micro_batches, max_in_flight), failed with "
+                         f"{type(error).__name__}: {error}") from error
 
 
 def _rows(schedule: str, returned: object) -> tuple[Row, ...]:

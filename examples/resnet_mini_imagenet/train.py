@@ -48,7 +48,10 @@ def parse_arguments() -> argparse.Namespace:
                         help="pipeline ranks (default: all; fewer give data parallelism)")
     parser.add_argument("--json", type=Path, default=None, help="write the results to this file")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
-    return deepspeed.add_config_arguments(parser).parse_args()
+    args = deepspeed.add_config_arguments(parser).parse_args()
+    if args.steps < 1:
+        parser.error("--steps has to be at least 1")
+    return args
 
 
 def train(engine: deepspeed.PipelineEngine, batches: Iterator, steps: int) -> tuple[list[float], list[float], float]:
