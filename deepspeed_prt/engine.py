@@ -55,6 +55,7 @@ class PRTPipelineEngine(Interpreter):
     total_loss: Any
     total_additional_losses: Any
     _wants_optimizer_states = False
+    _has_warned = False
 
     def __init__(self, *args: Any, model: PRTPipelineModule, config_class: Any, optimizer: Any = None,
                  model_parameters: Any = None, **kwargs: Any) -> None:
@@ -306,6 +307,12 @@ class PRTPipelineEngine(Interpreter):
     def save_checkpoint(self, save_dir: str, tag: Any = None, client_state: dict[str, Any] | None = None,
                         save_latest: bool = True, exclude_frozen_parameters: bool = False) -> bool:
         """Save; the files are the stock engine's. Which rank holds which layers is noted beside the optimizer state."""
+        if self.optimizer is not None and self.global_rank == 0 and not self._has_warned \
+                and self.module.layout() != self.module.stock_layout():
+            self._has_warned = True
+            print("deepspeed_prt: optimizer state is saved rank by rank, and ranks hold other layers than without the "
+                  '"prt" section; to go on from this checkpoint without it, pass load_optimizer_states=False to '
+                  "load_checkpoint: DeepSpeed would load the state of other layers without a word", flush=True)
         return super().save_checkpoint(save_dir, tag, {**(client_state or {}), _LAYOUT: self.module.layout()},
                                        save_latest, exclude_frozen_parameters)
 
@@ -328,9 +335,8 @@ class PRTPipelineEngine(Interpreter):
         """Called between reading a checkpoint and loading the optimizer state in it."""
         error: Exception | None = None
         if self._wants_optimizer_states and self.optimizer is not None:
-            parts = self.module.rank_parts
-            stock = [list(range(start, stop)) for start, stop in itertools.pairwise(parts)]
-            saved = checkpoint.get(_LAYOUT, stock if checkpoint["mp_world_size"] == self.mp_world_size else None)
+            is_same_size = checkpoint["mp_world_size"] == self.mp_world_size
+            saved = checkpoint.get(_LAYOUT, self.module.stock_layout() if is_same_size else None)
             mine = self.module.layout()
             if saved != mine:
                 rank = self.stage_id

@@ -97,6 +97,10 @@ class PRTPipelineModule(PipelineModule):
         return [[layer for stage in self.placement.stages_on(rank)
                  for layer in range(self.parts[stage], self.parts[stage + 1])] for rank in range(self.placement.ranks)]
 
+    def stock_layout(self) -> list[list[int]]:
+        """The layers that each pipeline rank would hold with one stage."""
+        return [list(range(start, stop)) for start, stop in itertools.pairwise(self.rank_parts)]
+
     def stage_of(self, layer_idx: int) -> int:
         """The stage that holds a layer."""
         assert 0 <= layer_idx < self._num_layers

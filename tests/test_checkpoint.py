@@ -1,5 +1,7 @@
 """Checkpoints: the same layer files as the stock engine's, for every number of ranks and stages."""
 
+import contextlib
+import io
 import os
 
 import deepspeed
@@ -92,6 +94,20 @@ def test_optimizer_state_of_another_layout_is_refused(world, tmp_path):
     world(2).run(save, str(tmp_path), "blocks", 2, None, {})
     with pytest.raises(AssertionError, match="PRTError: .*load_optimizer_states=False"):
         world(2).run(load, str(tmp_path), "blocks", 2, LOOP, {})
+
+
+def said_while_saving(path, prt):
+    engine, *_ = deepspeed.initialize(model=training.build("blocks", 2), config=config(2, prt=prt))
+    engine.train_batch(training.data("blocks", engine))
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        for tag in ("a", "b"):
+            engine.save_checkpoint(path, tag=tag)
+    return out.getvalue().count("pass load_optimizer_states=False")
+
+
+def test_optimizer_state_that_the_stock_engine_would_mistake_is_announced_once(world, tmp_path):
+    assert world(2).run(said_while_saving, str(tmp_path), LOOP) == [1, 0]
+    assert world(2).run(said_while_saving, str(tmp_path), {"reuse": 1}) == [0, 0]
 
 
 def save_trainable(path, prt):
