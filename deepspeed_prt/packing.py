@@ -201,11 +201,18 @@ class _PatchedMethod(Exception):
     """A method bound to an object whose class does not have it: pickling takes it for one that the class has."""
 
 
+class _Nowhere:
+    """A file that keeps nothing."""
+
+    def write(self, data: bytes) -> int:
+        return len(data)
+
+
 class _Survey(pickle.Pickler):
-    """Goes through all that a module holds, without writing its tensors, and notes its parameters."""
+    """Goes through all that a module holds, but not into tensors, and notes its parameters."""
 
     def __init__(self) -> None:
-        super().__init__(io.BytesIO())
+        super().__init__(_Nowhere())
         self.parameters: set[int] = set()
 
     def reducer_override(self, value: Any) -> Any:
@@ -230,7 +237,7 @@ class _Plain(pickle.Pickler):
 
 def _is_plain(value: Any) -> bool:
     try:
-        _Plain(io.BytesIO()).dump(value)
+        _Plain(_Nowhere()).dump(value)
     except Exception:  # whatever objects raise that cannot be pickled
         return False
     return True
