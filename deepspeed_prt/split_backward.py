@@ -30,7 +30,12 @@ class Deferred(NamedTuple):
 
 
 class Rule(Protocol):
-    """How one kind of module is split."""
+    """How one kind of module is split.
+
+    ``x`` is None where neither gradient asks for it: unless ``keeps_input``, only that of the weight does.
+    """
+
+    keeps_input: bool
 
     def fits(self, module: Any, x: Tensor) -> bool:
         """Whether the rule covers this call."""
@@ -38,16 +43,18 @@ class Rule(Protocol):
     def forward(self, module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The output."""
 
-    def input_grad(self, module: Any, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    def input_grad(self, module: Any, grad: Tensor, x: Any, weight: Tensor) -> Tensor | None:
         """The gradient of ``x``."""
 
-    def weight_grads(self, module: Any, wanted: tuple[bool, bool], grad: Tensor, x: Tensor, weight: Tensor,
-                     bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of weight and bias, where wanted."""
+    def weight_grads(self, module: Any, wanted: tuple[bool, bool], grad: Tensor, x: Any,
+                     weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of weight and bias, where wanted; of ``weight`` only the shape counts."""
 
 
 class _Linear:
     """nn.Linear: y = x w^T + b."""
+
+    keeps_input = False
 
     def fits(self, module: nn.Linear, x: Tensor) -> bool:
         return True
@@ -55,11 +62,11 @@ class _Linear:
     def forward(self, module: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
 
-    def input_grad(self, module: nn.Linear, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _unsafe_view(grad.reshape(-1, grad.shape[-1]).mm(weight), x.shape)
+    def input_grad(self, module: nn.Linear, grad: Tensor, x: Any, weight: Tensor) -> Tensor:
+        return _unsafe_view(grad.reshape(-1, grad.shape[-1]).mm(weight), (*grad.shape[:-1], weight.shape[1]))
 
-    def weight_grads(self, module: nn.Linear, wanted: tuple[bool, bool], grad: Tensor, x: Tensor, weight: Tensor,
-                     bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def weight_grads(self, module: nn.Linear, wanted: tuple[bool, bool], grad: Tensor, x: Any,
+                     weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
         rows = grad.reshape(-1, grad.shape[-1])
         return (rows.t().mm(x.reshape(-1, x.shape[-1])) if wanted[0] else None, rows.sum(0) if wanted[1] else None)
 
@@ -67,23 +74,27 @@ class _Linear:
 class _Conv1D:
     """transformers' Conv1D: y = x w + b, a linear layer with the weight transposed."""
 
+    keeps_input = False
+
     def fits(self, module: Any, x: Tensor) -> bool:
         return True
 
     def forward(self, module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.addmm(bias, x.view(-1, x.size(-1)), weight).view((*x.shape[:-1], module.nf))
 
-    def input_grad(self, module: Any, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _unsafe_view(grad.reshape(-1, grad.shape[-1]).mm(weight.t()), x.shape)
+    def input_grad(self, module: Any, grad: Tensor, x: Any, weight: Tensor) -> Tensor:
+        return _unsafe_view(grad.reshape(-1, grad.shape[-1]).mm(weight.t()), (*grad.shape[:-1], weight.shape[0]))
 
-    def weight_grads(self, module: Any, wanted: tuple[bool, bool], grad: Tensor, x: Tensor, weight: Tensor,
-                     bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def weight_grads(self, module: Any, wanted: tuple[bool, bool], grad: Tensor, x: Any,
+                     weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
         rows = grad.reshape(-1, grad.shape[-1])
         return (x.reshape(-1, x.shape[-1]).t().mm(rows) if wanted[0] else None, rows.sum(0) if wanted[1] else None)
 
 
 class _Conv:
     """nn.Conv1d, 2d and 3d, padded with zeros."""
+
+    keeps_input = True
 
     def fits(self, module: _ConvNd, x: Tensor) -> bool:
         return (module.padding_mode == "zeros" and not isinstance(module.padding, str)
@@ -92,23 +103,27 @@ class _Conv:
     def forward(self, module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return module._conv_forward(x, weight, bias)
 
-    def input_grad(self, module: _ConvNd, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self._backward(module, grad, x, weight, bias, [True, False, False])[0]
+    def input_grad(self, module: _ConvNd, grad: Tensor, x: Any, weight: Tensor) -> Tensor:
+        return self._backward(module, grad, x, weight, [True, False, False])[0]
 
-    def weight_grads(self, module: _ConvNd, wanted: tuple[bool, bool], grad: Tensor, x: Tensor, weight: Tensor,
-                     bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        _, of_weight, of_bias = self._backward(module, grad, x, weight, bias, [False, *wanted])
+    def weight_grads(self, module: _ConvNd, wanted: tuple[bool, bool], grad: Tensor, x: Any,
+                     weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        _, *found = self._backward(module, grad, x, weight, [False, *wanted])
+        # Some kernels give what nobody asked for.
+        of_weight, of_bias = (gradient if is_wanted else None
+                              for gradient, is_wanted in zip(found, wanted, strict=True))
         return of_weight, of_bias
 
-    def _backward(self, module: _ConvNd, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
-                  wanted: list[bool]) -> Any:
+    def _backward(self, module: _ConvNd, grad: Tensor, x: Tensor, weight: Tensor, wanted: list[bool]) -> Any:
         return torch.ops.aten.convolution_backward(
-            grad, x, weight, None if bias is None else list(bias.shape), module.stride, module.padding,
+            grad, x, weight, None if module.bias is None else [weight.shape[0]], module.stride, module.padding,
             module.dilation, False, [0] * len(module.stride), module.groups, wanted)
 
 
 class _Embedding:
     """nn.Embedding with dense gradients."""
+
+    keeps_input = False
 
     def fits(self, module: nn.Embedding, x: Tensor) -> bool:
         return not module.sparse and module.max_norm is None
@@ -116,11 +131,11 @@ class _Embedding:
     def forward(self, module: nn.Embedding, x: Tensor, weight: Tensor, bias: None) -> Tensor:
         return F.embedding(x, weight, module.padding_idx, scale_grad_by_freq=module.scale_grad_by_freq)
 
-    def input_grad(self, module: nn.Embedding, grad: Tensor, x: Tensor, weight: Tensor, bias: None) -> None:
+    def input_grad(self, module: nn.Embedding, grad: Tensor, x: Any, weight: Tensor) -> None:
         return None
 
-    def weight_grads(self, module: nn.Embedding, wanted: tuple[bool, bool], grad: Tensor, x: Tensor, weight: Tensor,
-                     bias: None) -> tuple[Tensor | None, Tensor | None]:
+    def weight_grads(self, module: nn.Embedding, wanted: tuple[bool, bool], grad: Tensor, x: Any,
+                     weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
         padding = -1 if module.padding_idx is None else module.padding_idx
         return torch.ops.aten.embedding_dense_backward(grad, x, weight.shape[0], padding,
                                                        module.scale_grad_by_freq), None
@@ -143,8 +158,9 @@ class SplitBackward:
 
     def __init__(self) -> None:
         self._collected: list[Deferred] = []
-        # An output has to require a gradient even where the input does not.
-        self._anchor = torch.zeros((), requires_grad=True)
+        # An output has to require a gradient even where the input does not. No leaf: a backward that is asked for the
+        # gradients of inputs only does not come to where this leads.
+        self._anchor = torch.zeros((), requires_grad=True).clone()
 
     @contextmanager
     def installed(self, layers: Iterable[nn.Module], tied: Iterable[nn.Parameter]) -> Iterator[None]:
@@ -185,13 +201,16 @@ class SplitBackward:
             return partial(self._call, rule, module)
         return partial(self._call_with_proxies, module) if isinstance(module, _NORMS) else None
 
-    def _call(self, rule: Rule, module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        x, = *args, *kwargs.values()
+    def _call(self, rule: Rule, module: Any, *args: Any, **kwargs: Any) -> Tensor:
+        x: Any = args[0] if args else kwargs.get("input")
+        if len(args) + len(kwargs) != 1 or not _is_common(x):
+            return type(module).forward(module, *args, **kwargs)
         # A parametrized weight is computed here, with a graph of its own.
         weight, bias = module.weight, getattr(module, "bias", None)
         wanted = (weight is not None and weight.requires_grad, bias is not None and bias.requires_grad)
         if not torch.is_grad_enabled() or not any(wanted) or weight is None or not rule.fits(module, x) \
-                or torch.is_autocast_enabled(x.device.type) or torch._C._are_functorch_transforms_active():
+                or torch.is_autocast_enabled(x.device.type) or _is_transformed() \
+                or weight.is_complex() or 0 in weight.shape:
             return type(module).forward(module, x)
         # In a tuple, autograd does not see the weights.
         return _Split.apply(self._anchor, x, self, rule, module, wanted, (weight, bias))
@@ -200,7 +219,7 @@ class SplitBackward:
         """Let autograd give the weights' gradients to others, which hand them on later."""
         weights = {name: weight for name, weight in module._parameters.items()
                    if weight is not None and weight.requires_grad}
-        if not torch.is_grad_enabled() or not weights or torch._C._are_functorch_transforms_active():
+        if not torch.is_grad_enabled() or not weights or _is_transformed():
             return type(module).forward(module, *args, **kwargs)
         for name, weight in weights.items():
             proxy = weight.detach().requires_grad_()
@@ -219,6 +238,10 @@ class SplitBackward:
         """Note gradients to be computed later."""
         self._collected.append(Deferred(weights, compute))
 
+    def is_asked_for_weights(self) -> bool:
+        """Whether the backward that runs is for more than the gradients of some inputs."""
+        return torch._C._will_engine_execute_node(self._anchor.grad_fn)
+
 
 class _Split(torch.autograd.Function):
     """A module's call whose backward gives the input's gradient and defers the weights'."""
@@ -229,20 +252,27 @@ class _Split(torch.autograd.Function):
         output = rule.forward(module, x, *weights)
         if output._is_view():
             output = _unsafe_view(output, output.shape)
-        ctx.save_for_backward(x, *weights)
+        ctx.save_for_backward(x if wanted[0] or rule.keeps_input else None, weights[0] if x.requires_grad else None)
         ctx.call = owner, rule, module, wanted, weights
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
         owner, rule, module, wanted, weights = ctx.call
-        of_input = rule.input_grad(module, grad, *saved) if ctx.needs_input_grad[1] else None
+        of_input = rule.input_grad(module, grad, x, weight) if ctx.needs_input_grad[1] else None
+        if owner.is_asked_for_weights():
+            versions = grad._version, None if x is None else x._version
 
-        def compute() -> list[Tensor]:
-            return [gradient for gradient in rule.weight_grads(module, wanted, grad, *saved) if gradient is not None]
+            def compute() -> list[Tensor]:
+                if versions != (grad._version, None if x is None else x._version):
+                    raise RuntimeError(f"the input of a {type(module).__name__}, or its output's gradient, was changed "
+                                       "in place after its input's gradient was computed and before its weight's; "
+                                       'copy it first, or set "split_backward": false')
+                return [gradient for gradient in rule.weight_grads(module, wanted, grad, x, weights[0])
+                        if gradient is not None]
 
-        owner.defer([target for target, is_wanted in zip(weights, wanted, strict=True) if is_wanted], compute)
+            owner.defer([target for target, is_wanted in zip(weights, wanted, strict=True) if is_wanted], compute)
         return None, of_input, None, None, None, None, None
 
 
@@ -274,6 +304,16 @@ class _Give(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         compute, ctx.compute = ctx.compute, None
         return None, *compute()
+
+
+def _is_common(x: Any) -> bool:
+    """Whether an input is a tensor like most."""
+    return isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested
+
+
+def _is_transformed() -> bool:
+    """Whether gradients are taken in another way than by autograd's backward."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
 def _not_compiled(module: nn.Module) -> Iterator[nn.Module]:

@@ -1,10 +1,14 @@
 """The split backward of modules, against autograd's whole one, bit for bit."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from deepspeed_prt.split_backward import SplitBackward, accumulate
@@ -56,7 +60,53 @@ class Transposed(nn.Module):
         return self.down(torch.relu_(self.up(x)))
 
 
+class Slopes(nn.Module):
+    """Takes the slope of a layer inside of a backward, as the recomputation of a checkpoint is."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def slope(self, x):
+        with torch.enable_grad():
+            z = x.detach().requires_grad_()
+            slope, = torch.autograd.grad(self.linear(z).tanh().sum(), z)
+        return slope + self.linear(x)
+
+    def forward(self, x):
+        return checkpoint(self.slope, x, use_reentrant=False)
+
+
+class Forgetful(nn.Module):
+    """Changes in place what no gradient needs any more."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(10, 8), nn.Linear(8, 8)
+        self.linear.weight.requires_grad_(False)
+
+    def forward(self, x):
+        hidden = self.embedding(x)
+        outputs = self.linear(hidden)
+        with torch.no_grad():
+            self.embedding.weight[0].zero_()
+            hidden.zero_()
+        return outputs
+
+
+def biases_only(module):
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name.endswith("bias"))
+    return module
+
+
 CASES = {
+    "slopes": (Slopes, lambda: torch.randn(2, 8)),
+    "forgetful": (Forgetful, lambda: torch.randint(10, (2, 4))),
+    "biases_of_conv1d": (lambda: biases_only(nn.Conv1d(8, 8, 3)), lambda: torch.randn(2, 8, 9)),
+    "biases_of_conv2d": (lambda: biases_only(Images()), lambda: torch.randn(2, 3, 6, 6)),
+    "complex": (lambda: nn.Linear(8, 8, dtype=torch.complex64), lambda: torch.randn(2, 8, dtype=torch.complex64)),
+    "no_features": (lambda: nn.Sequential(nn.Linear(8, 0), nn.Linear(0, 8)), lambda: torch.randn(2, 8)),
     "transposed": (Transposed, lambda: torch.randn(2, 5, 8)),
     "twice": (Twice, lambda: torch.randn(2, 5, 8)),
     "in_place": (lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8, bias=False),
@@ -77,10 +127,11 @@ def test_gradients_and_hooks(case):
     split, splitter = copy.deepcopy(whole), SplitBackward()
     fired = []
     for parameter in split.parameters():
-        parameter.register_post_accumulate_grad_hook(fired.append)
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(fired.append)
 
     def run(module, x):
-        x = x.clone().requires_grad_(x.is_floating_point())
+        x = x.clone().requires_grad_(x.is_floating_point() or x.is_complex())
         y = module(x)
         y.backward(torch.full_like(y, 0.3))
         return x.grad
@@ -91,14 +142,17 @@ def test_gradients_and_hooks(case):
         for x in inputs:
             pending.append(splitter.collect())
             actual.append(run(split, x))
-    assert not fired and all(parameter.grad is None for parameter in split.parameters())
+    are_split = "complex" not in case and "features" not in case
+    assert not are_split or not fired and all(parameter.grad is None for parameter in split.parameters())
     for deferred in pending:
-        accumulate(deferred)
-    assert len(fired) == 3 * len(list(split.parameters())), "once for each micro-batch"
+        if are_split:
+            accumulate(deferred)
+    trained = [parameter for parameter in split.parameters() if parameter.requires_grad]
+    assert len(fired) == 3 * len(trained), "once for each micro-batch"
     for theirs, mine in zip(expected, actual, strict=True):
         assert (theirs is None) == (mine is None) and (mine is None or torch.equal(theirs, mine))
     for (name, theirs), mine in zip(whole.named_parameters(), split.parameters(), strict=True):
-        assert torch.equal(theirs.grad, mine.grad), name
+        assert (theirs.grad is None and mine.grad is None) or torch.equal(theirs.grad, mine.grad), name
     assert all("forward" not in module.__dict__ for module in split.modules())
 
 
@@ -112,3 +166,51 @@ def test_tied_and_frozen_weights_and_others_forwards_are_left_alone():
         deferred = splitter.collect()
         layer[2](layer[1](layer[0](torch.randn(2, 4)))).sum().backward()
     assert not deferred and layer[0].weight.grad is not None and layer[2].bias.grad is not None
+
+
+def test_what_is_held_between_the_halves():
+    """Of a layer that trains its bias only, no input; of one that trains all, that and nothing of the weight."""
+    splitter = SplitBackward()
+    layers = nn.Sequential(biases_only(nn.Linear(8, 8)), nn.Linear(8, 8))
+    x = torch.randn(2, 8)
+    input_of_first = weakref.ref(x)
+    with splitter.installed([layers], []):
+        deferred = splitter.collect()
+        layers(x).sum().backward()
+    del x
+    gc.collect()
+    assert input_of_first() is None and len(deferred) == 2
+    accumulate(deferred)
+    assert layers[0].weight.grad is None and layers[0].bias.grad is not None and layers[1].weight.grad is not None
+
+
+@pytest.mark.parametrize("is_input", [True, False])
+def test_what_is_changed_between_the_halves_is_noticed(is_input):
+    splitter, layer, x, gradient = SplitBackward(), nn.Linear(8, 8), torch.randn(2, 8), torch.randn(2, 8)
+    with splitter.installed([layer], []):
+        deferred = splitter.collect()
+        layer(x).backward(gradient)
+        (x if is_input else gradient).mul_(2)
+        with pytest.raises(RuntimeError, match="the input of a Linear, or its output's gradient, was changed in place"):
+            accumulate(deferred)
+
+
+def test_calls_that_are_none_are_torchs_errors():
+    splitter, layer = SplitBackward(), nn.Linear(8, 8)
+    with splitter.installed([layer], []):
+        x = torch.zeros(1, 8)
+        for arguments, keywords in (((), {}), ((x, 1), {}), ((), {"foo": x}), ((None, ), {})):
+            with pytest.raises(TypeError):
+                layer(*arguments, **keywords)
+        assert torch.equal(layer(input=x), layer(x))
+
+
+def test_forward_mode_differentiation():
+    splitter, layers = SplitBackward(), nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    x, tangent = torch.randn(2, 8), torch.randn(2, 8)
+    tangents = []
+    for installed in (False, True):
+        with splitter.installed([layers] if installed else [], []), forward_ad.dual_level():
+            outputs = layers(forward_ad.make_dual(x, tangent))
+            tangents.append(forward_ad.unpack_dual(outputs).tangent)
+    assert torch.equal(*tangents)
