@@ -15,7 +15,7 @@ from .orders import ORDERS
 from .orders._list_scheduler import LARGE, varied_schedule
 from .placement import Placement
 from .program import Program, complete, peak_held, splits_backward
-from .simulator import Simulation
+from .simulator import DeadlockError, Simulation
 from .split import split_backwards
 
 _TIE = 1e-9
@@ -85,7 +85,10 @@ def search(placement: Placement, micro_batches: int, max_in_flight: float, costs
         return complete(order.name, order.rows, placement, micro_batches, max_in_flight)
 
     for name, rows in _orders(candidates, placement, micro_batches, max_in_flight, is_promising):
-        order = _Found.of(name, rows, placement, costs)
+        try:
+            order = _Found.of(name, rows, placement, costs)
+        except DeadlockError:  # cut down to the cap, its ranks wait for each other in a circle
+            continue
         if order.peak <= max_in_flight:
             found.append(order)
             if order.makespan <= bounds[split is not False] * (1 + _TIE):

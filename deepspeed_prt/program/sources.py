@@ -32,7 +32,7 @@ def program_from(schedule: str, placement: Placement, micro_batches: int, max_in
         ValueError: there is no such schedule, or it cannot be made for these sizes.
         ProgramError: the program does not verify.
     """
-    if schedule.endswith(".csv") or ":" in schedule:
+    if is_users_own(schedule):
         cap = default_cap(schedule, placement.ranks, micro_batches) if max_in_flight is None else max_in_flight
         rows = read_compute_rows(Path(schedule)) if schedule.endswith(".csv") \
             else _rows(schedule, _call(schedule, placement, micro_batches, cap))
@@ -46,6 +46,11 @@ def program_from(schedule: str, placement: Placement, micro_batches: int, max_in
         program = build(schedule, placement, micro_batches, max_in_flight, costs, split, trials)
     verify(program)
     return program
+
+
+def is_users_own(schedule: str) -> bool:
+    """Whether a schedule is a file or a function of the user's."""
+    return schedule.endswith(".csv") or ":" in schedule
 
 
 def _call(schedule: str, placement: Placement, micro_batches: int, cap: float) -> object:

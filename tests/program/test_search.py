@@ -127,6 +127,13 @@ def named_for(placement, split=None):
             and not (ORDERS[name].is_split and split is False)]
 
 
+@pytest.mark.parametrize("split", [None, False])
+def test_an_order_that_the_cap_ties_into_a_circle_is_left_out(split):
+    program = build("auto", Placement("loop", 4, 5), 5, 1.75, split=split)
+    verify(program)
+    assert program.peak <= 1.75
+
+
 @pytest.mark.parametrize("placement", [Placement("loop", 4, 3), Placement("wave", 3, 2, BI)])
 def test_it_is_deterministic(placement):
     costs = unequal(placement, random.Random(1))
