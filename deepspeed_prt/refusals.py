@@ -67,3 +67,15 @@ def refuse_in_both_directions(section: PRTConfig, module: Any) -> PRTConfigError
         return PRTConfigError(f"{outside[0]} belongs to no layer, and in a bidirectional pipeline two ranks would "
                               f"train copies of it apart; make it part of the last layer, or {instead}")
     return None
+
+
+def refuse_empty_norm(engine: Any) -> PRTConfigError | None:
+    """DeepSpeed's BF16_Optimizer cannot take the norm of no gradients, as it would on a rank of copies only."""
+    trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+    if not engine.using_bf16_optimizer or any(not getattr(parameter, "ds_pipe_replicated", False)
+                                            for parameter in trained):
+        return None
+    return PRTConfigError(f"all weights that rank {engine.stage_id} trains are copies of those of other ranks (of tied "
+                          "layers, or of the other direction), which a gradient norm leaves out, and DeepSpeed's bf16 "
+                          'optimizer needs one that counts on every rank; use another "placement", "reuse" or '
+                          '"partition"')

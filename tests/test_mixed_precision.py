@@ -8,6 +8,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 from . import training
 from .training import BF16, ZERO1, Block, TiedEmbedding, assert_same, config, on_ends, project, weights
+from .workers import TaskFailed
 
 PLANS = pytest.mark.parametrize("prt", [{"reuse": 1}, {"reuse": 2}, {"reuse": 2, "placement": "wave"},
                                         {"reuse": 2, "direction": "bidirectional"}],
@@ -139,3 +140,20 @@ def test_fp16_with_tied_weights_on_two_replicas(world, prt):
     assert_same(stock, ours, 5e-3)
     for theirs, mine in zip(stock, ours, strict=True):
         assert float(mine["norm"]) == pytest.approx(float(theirs["norm"]), rel=1e-2)
+
+
+def copies_on_last_rank(more):
+    """The last rank holds nothing but the second layer of a tied key."""
+    layers = [TiedLayerSpec("embedding", TiedEmbedding, 16, training.WIDTH), LayerSpec(Block), LayerSpec(Block),
+              torch.tanh, TiedLayerSpec("embedding", TiedEmbedding, 16, training.WIDTH, forward_fn=project)]
+    module = PipelineModule(layers, num_stages=2, loss_fn=training.cross_entropy, partition_method="uniform")
+    engine, *_ = deepspeed.initialize(model=module, config=config(2, prt={"reuse": 1, "partition": [0, 3, 5]}, **more))
+    iterator = on_ends(engine, training.MODELS["tied"][1](3))
+    return [engine.train_batch(iterator).item() for _ in range(2)]
+
+
+def test_a_rank_without_a_norm(world):
+    assert world(2).run(copies_on_last_rank, ZERO1)
+    with pytest.raises(TaskFailed, match="all weights that rank 1 trains are copies of those") as failure:
+        world(2).run(copies_on_last_rank, BF16)
+    assert {name for name, _ in failure.value.errors.values()} == {"PRTConfigError", "RankFailedError"}

@@ -70,7 +70,7 @@ def add_communication(rows: Sequence[Row], placement: Placement) -> tuple[Row, .
     A send follows the action that produces it. A receive is posted ``LOOKAHEAD`` compute actions before its use, moved
     earlier where the channel's order asks for it, and never before an action of its own rank that its message depends
     on: so whoever waits for all that a device has begun, as memory allocators and profilers do, waits for no action
-    that the rank has yet to begin.
+    that the rank has yet to begin. (Two ranks that wait so at once can still wait for each other.)
 
     Raises:
         ProgramError: there is not one row per rank, or an action of a stage that does not exist.
