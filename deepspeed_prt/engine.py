@@ -17,7 +17,7 @@ from .client import ClientParameters
 from .clipping import clip_like_stock
 from .config import PRTConfig, read_section
 from .control import Control
-from .errors import PRTConfigError, PRTError, as_config_errors
+from .errors import PRTError
 from .gradients import add_shared_gradients, fill_missing_gradients, mark_copied_gradients, reduce_tied_gradients
 from .interpreter import Interpreter
 from .migration import migrate
@@ -26,9 +26,9 @@ from .planning import Planner
 from .profile import Profile
 from .program.costs import Costs
 from .program.placement import DOWN, Placement
-from .program.program import Program, forward_only
+from .program.program import forward_only
 from .program.simulator import simulate
-from .program.sources import is_users_own, program_from
+from .program.sources import program_from
 from .refusals import refuse_empty_norm, refuse_in_both_directions, refuse_unsupported
 from .replanning import Replanning
 from .schedule import PRTSchedule, ReduceReplicaGrads
@@ -63,13 +63,12 @@ class PRTPipelineEngine(Interpreter):
         refuse_unsupported(section, config_class, model)
         self._control = Control(model._grid)
         self._control.agree(refuse_in_both_directions(section, model), "looking at the model")
-        self._planner = Planner(section)
-        self._is_order_users_own = is_users_own(section.schedule)
+        self._planner = Planner(section, self._control)
         self._schedules: dict[tuple[int, bool], PRTSchedule] = {}
 
         def check(placement: Placement) -> None:
             self.placement = self._planner.placement = placement
-            self._planned(config_class.gradient_accumulation_steps)
+            self._planner.program(config_class.gradient_accumulation_steps)
 
         if isinstance(model, PRTPipelineModule):
             check(model.placement)
@@ -105,33 +104,9 @@ class PRTPipelineEngine(Interpreter):
                 down = replace(self.placement, direction="unidirectional")
                 program = forward_only(program_from("auto", down, micro_batches, split=False))
             else:
-                program = self._planned(micro_batches)
+                program = self._planner.program(micro_batches)
             self._schedules[key] = PRTSchedule(micro_batches, self.num_stages, self.stage_id, program=program)
         return self._schedules[key]
-
-    def _planned(self, micro_batches: int) -> Program:
-        """The program for training; where the user makes it, a collective over the world, as ranks may differ.
-
-        Raises:
-            PRTConfigError: it cannot be made, or is not the same on all ranks.
-        """
-        if not self._is_order_users_own:
-            with as_config_errors():
-                return self._planner.program(micro_batches)
-        program, error = None, None
-        try:
-            with as_config_errors():
-                program = self._planner.program(micro_batches)
-        except PRTConfigError as caught:
-            error = caught
-        self._control.agree(error, "making the program")
-        assert program is not None
-        if program.rows != self._control.share(program.rows):
-            error = PRTConfigError(f"rank {self._control.global_rank} and rank 0 made different programs; as each rank "
-                                   "makes it, the schedule must not depend on the rank, on random numbers or on the "
-                                   "order of a set, and a CSV file has to be the same everywhere")
-        self._control.agree(error, "comparing programs")
-        return program
 
     def _describe_plan(self) -> str:
         program = self._train_schedule().program

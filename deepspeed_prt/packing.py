@@ -72,7 +72,7 @@ def check_movable(module: nn.Module, layer: int | str) -> None:
                              "and its class has no such method; patch the class, or the object after "
                              "deepspeed.initialize") from None
     except Exception:  # whatever objects raise that cannot be pickled: its spec stands in for it
-        return
+        pass
 
 
 def reached_parameters(module: nn.Module) -> set[int]:

@@ -1,15 +1,18 @@
 """The training programs of an engine: planned for equal stages first, then for what they were measured to take."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from .config import PRTConfig
+from .control import Control
+from .errors import PRTConfigError, as_config_errors
 from .profile import Measurement, measured_costs
 from .program.costs import Costs
 from .program.orders import ORDERS
 from .program.placement import Placement
 from .program.program import Program
 from .program.simulator import simulate
-from .program.sources import program_from
+from .program.sources import is_users_own, program_from
 
 _TRIALS, _TRIED_VISITS = 100, 60_000
 """How many variations of schedules to try, and of how many (stage, micro-batch) pairs at most in all: seconds."""
@@ -26,6 +29,7 @@ class Planner:
 
     Args:
         section: says which schedule, and within which cap.
+        control: compares what ranks make of an order of the user's.
 
     Attributes:
         placement: to be set before anything is planned.
@@ -35,23 +39,25 @@ class Planner:
 
     placement: Placement
 
-    def __init__(self, section: PRTConfig) -> None:
+    def __init__(self, section: PRTConfig, control: Control) -> None:
         self._section = section
+        self._control = control
         self._programs: dict[int, Program] = {}
         self.split = section.split
         self.costs: Costs | None = None
 
     def program(self, micro_batches: int) -> Program:
-        """The verified program.
+        """The verified program; to make one of the user's is a collective over the world.
 
         Raises:
-            ValueError: the schedule cannot be made for these sizes.
-            ProgramError: the program does not verify.
+            PRTConfigError: it cannot be made for these sizes, does not verify, or is not the same on all ranks.
         """
         if micro_batches not in self._programs:
             # An order by name, made for measured costs as they are, may well be longer than one for equal stages.
             trials = 1 if self.costs is not None and self._section.schedule != "auto" else 0
-            self._programs[micro_batches] = self._make(micro_batches, self.costs, self.split, trials)
+            make = self._make_alike if is_users_own(self._section.schedule) else self._make
+            with as_config_errors():
+                self._programs[micro_batches] = make(micro_batches, self.costs, self.split, trials)
         return self._programs[micro_batches]
 
     def choose(self, program: Program, measurements: Sequence[Measurement]) -> tuple[Costs, list[Program]]:
@@ -95,6 +101,22 @@ class Planner:
         section = self._section
         return program_from(section.schedule, self.placement, micro_batches, section.max_in_flight, costs, split,
                             trials)
+
+    def _make_alike(self, *sizes: Any) -> Program:
+        """As :meth:`_make`, of what may differ between ranks; all of them refuse it if it does."""
+        program, error = None, None
+        try:
+            program = self._make(*sizes)
+        except ValueError as caught:
+            error = caught
+        self._control.agree(error, "making the program")
+        assert program is not None
+        if program.rows != self._control.share(program.rows):
+            error = PRTConfigError(f"rank {self._control.global_rank} and rank 0 made different programs; as each rank "
+                                   "makes it, the schedule must not depend on the rank, on random numbers or on the "
+                                   "order of a set, and a CSV file has to be the same everywhere")
+        self._control.agree(error, "comparing programs")
+        return program
 
 
 def describe(program: Program) -> str:

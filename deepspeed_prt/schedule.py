@@ -49,7 +49,10 @@ class RecvGrad(ds.RecvGrad):
 
 
 class ReduceReplicaGrads(ds.PipeInstruction):
-    """Start to sum the gradients of a stage over its two copies, on two ranks; carries ``stage``. Does not wait."""
+    """Start to sum the gradients of a stage over its two copies, on two ranks; carries ``stage``. Does not wait.
+
+    The engine adds one with None at the end, for what waits for company.
+    """
 
 
 _INSTRUCTIONS: dict[str, type[ds.BufferOpInstruction]] = {

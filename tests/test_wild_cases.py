@@ -528,21 +528,38 @@ def test_weights_that_a_layer_uses_without_registering_them(world):
         world(2).run(hidden_tie, 1, {"reuse": 2})
 
 
-def all_forwards_first(placement, micro_batches, max_in_flight):
-    """Not the same order on each rank."""
-    order = list(range(micro_batches))[::1 if torch.distributed.get_rank() == 0 else -1]
+def all_forwards_first(placement, micro_batches, max_in_flight, order=None):
+    order = order or range(micro_batches)
     return [[f"{stage}F{m}" for stage in placement.stages_on(rank) for m in order]
             + [f"{stage}B{m}" for stage in reversed(placement.stages_on(rank)) for m in range(micro_batches)]
             for rank in range(placement.ranks)]
 
 
+def not_the_same_order_on_each_rank(placement, micro_batches, max_in_flight):
+    order = list(range(micro_batches))[::1 if torch.distributed.get_rank() == 0 else -1]
+    return all_forwards_first(placement, micro_batches, max_in_flight, order)
+
+
 def with_own_order(prt):
+    """A script may communicate between any two calls."""
     engine, *_ = deepspeed.initialize(model=training.build("blocks", 2), config=config(3, prt=prt))
-    engine.train_batch(training.data("blocks", engine))
+    iterator = training.data("blocks", engine)
+    losses = []
+    for _ in range(5):
+        everyones = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everyones, len(losses))
+        assert everyones == [len(losses)] * len(everyones)
+        losses.append(engine.train_batch(iterator).item())
+    return losses
+
+
+def test_an_order_of_the_users(world):
+    prt = {"reuse": 1, "schedule": f"{__name__}:all_forwards_first", "max_in_flight": 3}
+    assert world(2).run(with_own_order, prt) == world(2).reference(with_own_order, None)
 
 
 def test_an_order_that_differs_between_ranks_is_refused(world):
-    prt = {"reuse": 1, "schedule": f"{__name__}:all_forwards_first", "max_in_flight": 3}
+    prt = {"reuse": 1, "schedule": f"{__name__}:not_the_same_order_on_each_rank", "max_in_flight": 3}
     with pytest.raises(TaskFailed, match="made different programs") as failure:
         world(2).run(with_own_order, prt)
     assert {name for name, _ in failure.value.errors.values()} <= {"PRTConfigError", "RankFailedError"}
