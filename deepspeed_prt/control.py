@@ -1,6 +1,9 @@
 """The control plane: small host-side agreements between ranks, beside the tensors and never on the device."""
 
+import atexit
+import functools
 import io
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -13,6 +16,18 @@ from .errors import PoisonedMessage, RankFailedError
 _TAG = 1
 """Of messages between two ranks, as those of channels may share their group."""
 
+_EXIT_GRACE_S = 0.1
+
+
+@functools.cache
+def _let_gloo_finish_at_exit() -> None:
+    """Give gloo's threads time before the interpreter ends.
+
+    They let go of a collective's tensors a moment after it is done, for which they need the interpreter; if that is
+    ending, the process aborts (pytorch/pytorch#190489). A script may well end right after its last batch.
+    """
+    atexit.register(time.sleep, _EXIT_GRACE_S)
+
 
 class Control:
     """Gloo groups over the whole world and over this rank's pipe: DeepSpeed's, where they are of gloo.
@@ -23,6 +38,7 @@ class Control:
     def __init__(self, grid: PipelineParallelGrid) -> None:
         self.global_rank = grid.global_rank
         self.pipe_ranks = grid.pp_group
+        _let_gloo_finish_at_exit()
         if dist.get_backend() == "gloo":
             self._world, self.pipe_group = dist.group.WORLD, grid.pp_proc_group
             return

@@ -15,6 +15,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 SCRIPT = textwrap.dedent("""
     import argparse
+    import time
     import deepspeed
     import torch
     from deepspeed.pipe import LayerSpec, PipelineModule
@@ -49,6 +50,36 @@ SCRIPT = textwrap.dedent("""
         loss = engine.train_batch(data_iter=data)
         if torch.distributed.get_rank() == 0:
             print(f"LOSS {loss.item()!r}", flush=True)
+    if not hasattr(engine, "program"):
+        time.sleep(0.1)  # stock ranks abort in some runs if they end right after a collective (pytorch#190489)
+""")
+
+ENDING = textwrap.dedent("""
+    import atexit
+    import os
+    import threading
+    import time
+
+    steps = []
+    atexit.register(lambda: print("STEPS", len(steps) - steps_at_the_end))
+
+    import deepspeed
+    import torch
+    from deepspeed.pipe import PipelineModule
+
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "-", "MASTER_PORT": "0"}
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    deepspeed.init_distributed()
+    net = PipelineModule([torch.nn.Linear(2, 2)], num_stages=1, loss_fn=torch.nn.functional.mse_loss)
+    deepspeed.initialize(model=net, config=CONFIG, model_parameters=list(net.parameters()))
+
+    def work():
+        while True:
+            steps.append(None)
+            time.sleep(0.001)
+
+    threading.Thread(target=work, daemon=True).start()
+    steps_at_the_end = len(steps)
 """)
 
 
@@ -94,3 +125,12 @@ def test_an_example_without_steps(example):
     command = [sys.executable, str(EXAMPLES / example / "train.py"), "--steps", "0"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2 and "--steps has to be at least 1" in result.stderr
+
+
+def test_threads_get_time_when_the_script_ends(tmp_path):
+    """Those of gloo abort the process if they need the interpreter when it is gone."""
+    script = tmp_path / "ends.py"
+    script.write_text(ENDING.replace("CONFIG", repr(config(1, prt={}))))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout.split("STEPS")[1]) > 5

@@ -150,6 +150,8 @@ def main() -> None:
                 "losses": losses, "step_ms_median": 1000 * step_seconds, "samples_per_s": samples_per_s,
                 "accuracy": held_out_accuracy, "busy": mean_busy.item(), "eval_samples": eval_samples,
             }, indent=1), encoding="utf-8")
+    # gloo's threads let go of the last sum a moment after it is done, and abort if Python is ending (pytorch#190489).
+    time.sleep(0.1)
     dist.destroy_process_group()
 
 
