@@ -21,6 +21,9 @@ from .split import split_backwards
 _TIE = 1e-9
 """Makespans this close, relatively, are equal; sums of the same costs in another order differ by rounding."""
 
+_LITTLE = 0.02
+"""The part of a stage's forward that a message is assumed to take where it takes no time."""
+
 _IMPROVED = 5
 """How many orders of either kind of backward to improve, where variations are tried; otherwise one."""
 
@@ -55,7 +58,8 @@ def search(placement: Placement, micro_batches: int, max_in_flight: float, costs
     Of equally short ones a whole backward wins, then the one that holds less; but the search ends at the first that no
     order can beat. Where there is none, the shortest are improved, which keep their names. The orders that win most
     often are made under several assumptions, as little differences lead list schedulers astray: the costs, costs
-    without time for messages, and both with equal stages. Deterministic.
+    without time for messages, and both with equal stages. Where messages take no time, little is assumed first: of the
+    orders that none can beat, one that expects to wait for messages then wins. Deterministic.
 
     Args:
         placement: ranks, reuse, route and direction.
@@ -72,9 +76,9 @@ def search(placement: Placement, micro_batches: int, max_in_flight: float, costs
         names, assuming = _names(placement, is_large, bounds[False] <= bounds[True] * (1 + _TIE), split), _ASSUMING
     else:
         names = assuming = [(only, bool(split) and not ORDERS[only].is_split)]
-    simpler = [assumed for assumed in _assumptions(costs, is_large) if assumed != costs]
+    assumptions = _assumptions(costs, is_large)
     candidates = [(name, is_cut, assumed) for name, is_cut in names
-                  for assumed in (costs, *(simpler if (name, is_cut) in assuming else ()))]
+                  for assumed in (assumptions if (name, is_cut) in assuming else [costs])]
     found: list[_Found] = []
 
     def is_promising(is_split: bool) -> bool:
@@ -135,14 +139,18 @@ def _orders(candidates: Iterable[_Candidate], placement: Placement, micro_batche
 
 
 def _assumptions(costs: Costs, is_large: bool) -> list[Costs]:
-    """Simpler costs than the real ones; of large programs the simplest only."""
+    """What to make an order for: the costs, and others; for large programs only the costs and the simplest."""
     def equal_stages(times: tuple[float, ...]) -> tuple[float, ...]:
         return (sum(times) / len(times), ) * len(times)
 
     equal = replace(costs, forward=equal_stages(costs.forward), input_grad=equal_stages(costs.input_grad),
                     weight_grad=equal_stages(costs.weight_grad))
-    at_once = [replace(some, latency=0.0, transfer=0.0) for some in (costs, equal)]
-    return at_once[1:] if is_large else list(dict.fromkeys((equal, *at_once)))
+    if is_large:
+        return list(dict.fromkeys((costs, replace(equal, latency=0.0, transfer=0.0))))
+    if not costs.hop:
+        little = _LITTLE * equal.forward[0]
+        return list(dict.fromkeys((replace(costs, latency=little), replace(equal, latency=little), costs, equal)))
+    return list(dict.fromkeys((costs, equal, *(replace(some, latency=0.0, transfer=0.0) for some in (costs, equal)))))
 
 
 def _names(placement: Placement, is_large: bool, whole_first: bool, split: bool | None) -> list[tuple[str, bool]]:

@@ -140,11 +140,20 @@ def test_it_is_deterministic(placement):
     assert build("auto", placement, 7, costs=costs) == build("auto", placement, 7, costs=costs)
 
 
+@pytest.mark.parametrize("micro_batches", [4, 8])
+def test_of_orders_without_bubble_one_that_can_wait_for_messages(micro_batches):
+    """No matter how many, they are late at the start and at the end only."""
+    placement = Placement("loop", 2, 1, BI)
+    program = build("auto", placement, micro_batches, split=False)
+    assert makespan(program) == 3 * micro_batches
+    assert makespan(program, Costs.uniform(placement, latency=0.1)) == pytest.approx(3 * micro_batches + 0.2)
+
+
 def test_a_tighter_cap_costs_time():
     placement = Placement("wave", 4, 2)
     programs_by_cap = [build("auto", placement, 8, cap) for cap in (1, 2, 3, 4)]
     assert [max(peaks(program)) for program in programs_by_cap] == [1, 2, 3, 4]
-    assert [makespan(program) for program in programs_by_cap] == [50.5, 31.5, 27.5, 25.5]
+    assert [makespan(program) for program in programs_by_cap] == [50.5, 30.5, 27.5, 25.5]
 
 
 @pytest.mark.parametrize("split", [None, True, False])
