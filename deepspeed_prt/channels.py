@@ -143,7 +143,7 @@ class Channels:
         Raises:
             PRTError: its shape is not the agreed one.
         """
-        tensors = [tensor.detach().contiguous() for tensor in (value if spec.is_tuple else (value, ))]
+        tensors = _ready([tensor.detach() for tensor in (value if spec.is_tuple else (value, ))])
         if self._needs_header(boundary):
             self._send(_write_header(spec, self._device), target)
             self._agreed[boundary] = spec
@@ -158,8 +158,8 @@ class Channels:
 
     def send_gradients(self, gradients: Sequence[torch.Tensor], target: int) -> None:
         """Start to send the gradients of a stage's input, one for each tensor that requires one."""
-        for gradient in gradients:
-            self._send(gradient.contiguous(), target)
+        for gradient in _ready(gradients):
+            self._send(gradient, target)
 
     def send_poison(self, boundary: Boundary, target: int) -> MessageSpec | None:
         """Stand in for an activation that could not be computed, so that the channel stays in step.
@@ -176,8 +176,8 @@ class Channels:
 
     def send_zeros(self, tensors: Sequence[TensorSpec], target: int) -> None:
         """Send zeros of the given shapes."""
-        for tensor in tensors:
-            self._send(torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device), target)
+        for zeros in _ready([torch.zeros(spec.shape, dtype=spec.dtype, device=self._device) for spec in tensors]):
+            self._send(zeros, target)
 
     def post_activation(self, boundary: Boundary, source: int) -> Receive:
         """Post the receive of a stage's input."""
@@ -188,7 +188,7 @@ class Channels:
         return self._post(Receive(("gradient", -1, 0), MessageSpec(True, tuple(tensors)), tensors), source)
 
     def wait(self, receive: Receive, source: int) -> list[torch.Tensor]:
-        """The tensors of a message, once they are there.
+        """The tensors of a message, once they are there; to be asked for once.
 
         Raises:
             PoisonedMessage: the sender failed.
@@ -200,7 +200,8 @@ class Channels:
             work.wait()
         if receive.poisoned:
             raise PoisonedMessage
-        return receive.tensors
+        tensors, receive.tensors = receive.tensors, []
+        return tensors
 
     def flush(self) -> None:
         """Wait until everything sent has left."""
@@ -212,12 +213,15 @@ class Channels:
     def _send(self, tensor: torch.Tensor, target: int) -> None:
         group, peer = self._outgoing[target]
         # What dist.isend() does after checks that cost more than this on small messages.
-        real = _real(tensor)
-        self._sending.watch(group.send([real], peer, 0), real)
+        self._sending.watch(group.send([tensor], peer, 0), tensor)
 
     def _post(self, receive: Receive, source: int) -> Receive:
         self._expected[source].append(receive)
-        self._advance(source, until=None)
+        try:
+            self._advance(source, until=None)
+        except BaseException:
+            self._expected[source].pop()  # so that it can be posted once more: the sender has sent it only once
+            raise
         return receive
 
     def _advance(self, source: int, until: Receive | None) -> None:
@@ -241,10 +245,10 @@ class Channels:
                 else:
                     head.spec = self._agreed[head.boundary] = spec
             if head.spec is not None:
-                for tensor in head.spec.tensors:
-                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-                    head.tensors.append(buffer)
-                    head._works.append(self._recv(buffer, source))
+                # All before the first is received: memory may not suffice.
+                head.tensors = [torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+                                for tensor in head.spec.tensors]
+                head._works = [self._recv(buffer, source) for buffer in head.tensors]
             head.posted = True
             expected.popleft()
 
@@ -319,6 +323,11 @@ def _wait_for_all(bundles: "queue.SimpleQueue[deque[_Sent] | threading.Event | N
             except BaseException as error:  # whatever it is, it belongs to the thread that calls flush()
                 errors.append(error)
             item.popleft()
+
+
+def _ready(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What is sent for tensors: made for all of them before the first is sent, as memory may not suffice."""
+    return [_real(tensor.contiguous()) for tensor in tensors]
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

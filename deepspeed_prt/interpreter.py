@@ -150,6 +150,7 @@ class Interpreter(PipelineEngine):
                         failure, failed_at = error, time.time()
                         if isinstance(error, torch.OutOfMemoryError):
                             traceback.clear_frames(error.__traceback__)  # which hold what the failed pass computed
+                        self._let_go_of_activations()
                         self._finish_without_computing(instruction)
                 else:
                     self._finish_without_computing(instruction)
@@ -374,9 +375,9 @@ class Interpreter(PipelineEngine):
             self._boundary(stage - 1, micro_batch), self._rank_of(stage - 1, micro_batch))
 
     def _exec_send_grads(self, buffer_id: int, stage: int, micro_batch: int) -> None:
-        inputs = as_tuple(self.pipe_buffers['inputs'][buffer_id])
+        gradients = gradients_of(as_tuple(self.pipe_buffers['inputs'][buffer_id]))
+        self._channels.send_gradients(gradients, self._rank_of(stage - 1, micro_batch))
         self.pipe_buffers['inputs'][buffer_id] = self.pipe_buffers['receives'][buffer_id] = None
-        self._channels.send_gradients(gradients_of(inputs), self._rank_of(stage - 1, micro_batch))
 
     def _exec_recv_grads(self, buffer_id: int, stage: int, micro_batch: int) -> None:
         output: _Output = self.pipe_buffers['output_tensors'][buffer_id]
@@ -425,6 +426,13 @@ class Interpreter(PipelineEngine):
             buffers['inputs'][buffer_id] = buffers['receives'][buffer_id] = None
             if receive is not None and receive.spec is not None:
                 channels.send_zeros(receive.spec.gradients(), self._rank_of(stage - 1, micro_batch))
+
+    def _let_go_of_activations(self) -> None:
+        """Make room for what is still to be received."""
+        buffers = self.pipe_buffers
+        for key in ("inputs", "outputs", "labels", "losses", "deferred"):
+            buffers[key][:] = [None] * len(buffers[key])
+        buffers["output_tensors"][:] = [output and output._replace(edges={}) for output in buffers["output_tensors"]]
 
     def _absorb(self, message: Any, source_stage: int, micro_batch: int) -> None:
         if isinstance(message, Receive) and not message.poisoned:

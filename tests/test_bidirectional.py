@@ -1,7 +1,9 @@
 """Both directions against the stock engine, and the two copies of each stage against each other."""
 
 import copy
+import sys
 import weakref
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -9,7 +11,7 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
-from deepspeed_prt import PRTPipelineModule, replicas
+from deepspeed_prt import PRTPipelineModule, channels, replicas
 
 from . import training
 from .training import BF16, WIDTH, Block, assert_same, blocks, config, mse, vectors, weights
@@ -310,6 +312,61 @@ def out_of_memory(prt):
 def test_a_pass_that_lacks_memory_lets_go_of_what_it_has(world):
     reports = world(2).run(out_of_memory, {"reuse": 2, "direction": "unidirectional"})
     assert reports[0] and not any(map(any, reports))
+
+
+class TwoTensors(nn.Module):
+    """A block that takes a tensor or two, and returns two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x, y = x if isinstance(x, tuple) else (x, x)
+        return torch.tanh(self.linear(x)), x + y
+
+
+def no_room_for_messages(prt, failing_rank):
+    """Memory lacks for one tensor of the channels, in each batch for a later one."""
+    torch.manual_seed(1)
+    module = PipelineModule([LayerSpec(TwoTensors) for _ in range(8)], num_stages=2, seed_layers=True,
+                            loss_fn=lambda outputs, labels: mse(outputs[0] + outputs[1], labels),
+                            partition_method="uniform")
+    engine, *_ = deepspeed.initialize(model=module, config=config(4, prt=prt))
+    room, make = [], torch.empty
+
+    def empty(*args, **kwargs):
+        if sys._getframe(1).f_globals["__name__"] == channels.__name__ and room:
+            room[0] -= 1
+            if room[0] < 0:
+                room.clear()
+                raise torch.OutOfMemoryError("no room")
+        return make(*args, **kwargs)
+
+    outcomes = []
+    with mock.patch.object(torch, "empty", empty):
+        for tensors in range(0, 40, 3):
+            if torch.distributed.get_rank() == failing_rank:
+                room[:] = [tensors]
+            try:
+                engine.train_batch(vectors(2))
+                outcomes.append("trained")
+            except RuntimeError as error:
+                outcomes.append(type(error).__name__)
+            if outcomes[-1] == "trained":  # with fewer than that
+                break
+        room.clear()
+    return outcomes, engine.train_batch(vectors(3)).item()
+
+
+@PLANS
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_rank_that_lacks_memory_for_a_message(world, prt, failing_rank):
+    reports = world(2).run(no_room_for_messages, {**prt, "split_backward": False}, failing_rank)
+    own, other = reports[failing_rank][0], reports[1 - failing_rank][0]
+    assert len(own) > 3 and set(own[:-1]) == {"OutOfMemoryError"}
+    assert set(other[:-1]) == {"RankFailedError"}
+    assert reports[0][1] == reports[1][1]
 
 
 def evaluated(prt):
