@@ -1,5 +1,7 @@
 """One rank of gpu_check.py: trains with the stock engine and with ours, and writes down what it saw."""
 
+import faulthandler
+import gc
 import json
 import os
 import sys
@@ -20,8 +22,10 @@ import torch  # noqa: E402
 from deepspeed.pipe import LayerSpec, PipelineModule  # noqa: E402
 from deepspeed.runtime.pipe import schedule as ds  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.autograd import DeviceType  # noqa: E402
 
-from benchmarks.gpu_check import MODES  # noqa: E402
+from benchmarks.gpu_check import MODES, STACKS_S  # noqa: E402
+from deepspeed_prt.schedule import ReduceReplicaGrads  # noqa: E402
 
 WIDTH, ROWS, MICRO_BATCHES = 256, 8, 8
 SCALE_POWER = 24
@@ -54,7 +58,7 @@ def batches(dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 @contextmanager
 def passes_marked(engine: Any) -> Iterator[None]:
-    """Name forwards and backwards in the profile.
+    """Name in the profile what is done for micro-batches, and sums of copies.
 
     What comes between batches (agreeing that all went well, the optimizer's own waits) is not on the hot path.
     """
@@ -66,7 +70,8 @@ def passes_marked(engine: Any) -> Iterator[None]:
                 handler(*args, **kwargs)
         return run
 
-    engine._INSTRUCTION_MAP = {kind: marked(handler) if issubclass(kind, ds.BufferOpInstruction) else handler
+    hot = ds.BufferOpInstruction, ReduceReplicaGrads
+    engine._INSTRUCTION_MAP = {kind: marked(handler) if issubclass(kind, hot) else handler
                                for kind, handler in handlers.items()}
     try:
         yield
@@ -94,6 +99,7 @@ def train(precision: str, prt: dict[str, Any] | None, steps: int) -> dict[str, A
         config["prt"] = prt
     before = 0
     if DEVICES:
+        gc.collect()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()  # what engines of earlier modes still hold
     engine, *_ = deepspeed.initialize(model=module, config=config)
@@ -102,7 +108,8 @@ def train(precision: str, prt: dict[str, Any] | None, steps: int) -> dict[str, A
     with torch.profiler.profile() as profiler, passes_marked(engine):
         losses.append(engine.train_batch(iterator).item())
     events = profiler.events()
-    spans = [event.time_range for event in events if event.name == PASS]
+    # The host's spans; the device has its own of each name, which end when it catches up.
+    spans = [event.time_range for event in events if event.name == PASS and event.device_type == DeviceType.CPU]
     waits = sum(event.name in WAITS and any(span.start <= event.time_range.start <= span.end for span in spans)
                 for event in events)
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20 if DEVICES else 0.0
@@ -111,11 +118,13 @@ def train(precision: str, prt: dict[str, Any] | None, steps: int) -> dict[str, A
 
 def main() -> None:
     precision, steps, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    faulthandler.dump_traceback_later(STACKS_S)
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="nccl" if DEVICES else "gloo")
     report = {mode: train(precision, prt, steps) for mode, prt in MODES.items()}
     (folder / f"{RANK}.json").write_text(json.dumps(report), encoding="utf-8")
     torch.distributed.barrier()
+    faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":
