@@ -30,8 +30,11 @@ _IMPROVED = 5
 _CHANGES, _CHANGED_VISITS = 100, 40_000
 """How many changes to try on each, and of how many (stage, micro-batch) pairs at most in all: tenths of a second."""
 
-_ASSUMING = [("zero_bubble", False), ("backward_first", False)]
+_ASSUMING = [("zero_bubble", False), ("backward_first", False), ("alternating", False)]
 """The orders to make under several assumptions: those that win most often."""
+
+_VARIED = {False: ["backward_first", "alternating"], True: ["zero_bubble"]}
+"""The orders to try variations of, by whether they split backwards."""
 
 _Candidate = tuple[str, bool, Costs]
 """A named order worth making, whether to split its backwards, and the costs to assume in making it."""
@@ -101,10 +104,12 @@ def search(placement: Placement, micro_batches: int, max_in_flight: float, costs
         raise ValueError(f"max_in_flight {max_in_flight:g} is too small: a rank holds at least 1 micro-batch")
     promising = [is_split for is_split in (False, True) if split in (None, is_split) and is_promising(is_split)]
     for is_split in promising:
+        kinds = [(name, preference) for name in ([only] if only else _VARIED[is_split])
+                 for preference in ORDERS[name].preferences]
         for seed in range(trials):
-            varied = varied_schedule(placement, micro_batches, max_in_flight, costs, is_split, seed)
+            name, preference = kinds[seed % len(kinds)]
+            varied = varied_schedule(placement, micro_batches, max_in_flight, costs, is_split, preference, seed)
             if varied is not None:
-                name = only or ("zero_bubble" if is_split else "backward_first")
                 found.append(_Found.of(name, varied, placement, costs))
     changes = min(_CHANGES, _CHANGED_VISITS // (placement.stages * micro_batches))
     if changes:
@@ -160,7 +165,7 @@ def _names(placement: Placement, is_large: bool, whole_first: bool, split: bool 
     wholes = ["interleaved_1f1b" if in_turn else "backward_first"]
     if not is_large:
         splits += ["half_memory", "third_memory"]
-        wholes += ["backward_first"] * in_turn + ["breadth_first", "gpipe"]
+        wholes += ["backward_first"] * in_turn + ["alternating", "breadth_first", "gpipe"]
     whole = [(name, False) for name in wholes]
     if split is False:
         return whole

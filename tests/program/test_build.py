@@ -65,23 +65,23 @@ def test_a_whole_order_that_is_split_sends_its_gradients_sooner():
 def test_costs_decide_where_an_order_minds_them():
     # A forward that takes three times as long had better start before the gradient that has just arrived.
     placement = Placement("loop", 2, 1)
-    equal = build("zero_bubble", placement, 3)
+    equal = build("zero_bubble", placement, 4)
     assert table_of(equal.compute_rows()) == lines("""
-        0F0 0F1 0I0 0W0 0I1 0F2 0W1 0I2 0W2
-        1F0 1I0 1F1 1I1 1W0 1W1 1F2 1I2 1W2
+        0F0 0F1 0I0 0W0 0I1 0F2 0W1 0F3 0I2 0W2 0I3 0W3
+        1F0 1I0 1F1 1I1 1W0 1W1 1F2 1I2 1F3 1I3 1W2 1W3
     """)
-    assert equal == build("zero_bubble", placement, 3, costs=Costs.uniform(placement))
+    assert equal == build("zero_bubble", placement, 4, costs=Costs.uniform(placement))
     costs = Costs.uniform(placement, forward=3)
-    adapted = build("zero_bubble", placement, 3, costs=costs)
+    adapted = build("zero_bubble", placement, 4, costs=costs)
     assert table_of(adapted.compute_rows()) == lines("""
-        0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
-        1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
+        0F0 0F1 0I0 0W0 0F2 0I1 0W1 0F3 0I2 0W2 0I3 0W3
+        1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1F3 1I3 1W2 1W3
     """)
-    assert [simulate(program, costs).makespan for program in (equal, adapted)] == [21, 18]
+    assert [simulate(program, costs).makespan for program in (equal, adapted)] == [25, 23]
     assert build("gpipe", placement, 3, costs=costs) == build("gpipe", placement, 3), "gpipe does not mind"
 
 
-@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "backward_first", "zero_bubble", "zbv", "half_memory",
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "backward_first", "alternating", "zero_bubble", "zbv", "half_memory",
                                       "third_memory", "auto"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("cap", [0, 0.5, 0.999, -1, float("nan")])
@@ -100,7 +100,7 @@ def test_no_cap_at_all(schedule):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (("zero_babble", V, 4), "unknown schedule 'zero_babble': use one of auto, 1f1b, interleaved_1f1b, backward_first, "
-                            "breadth_first, gpipe, zero_bubble, zbv, half_memory, third_memory$"),
+                            "alternating, breadth_first, gpipe, zero_bubble, zbv, half_memory, third_memory$"),
     (("1F1B", V, 4), "unknown schedule '1F1B'"),
     (("", V, 4), "unknown schedule ''"),
     (("auto", V, 0), "at least 1 micro-batch, got 0"),

@@ -128,8 +128,8 @@ def test_zero_bubble_on_one_rank():
 
 def test_zero_bubble_on_two_ranks_with_an_odd_number_of_micro_batches():
     assert compute_table("zero_bubble", "loop", 2, 1, 3) == lines("""
-        0F0 0F1 0I0 0W0 0I1 0F2 0W1 0I2 0W2
-        1F0 1I0 1F1 1I1 1W0 1W1 1F2 1I2 1W2
+        0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
+        1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
     """)
 
 
@@ -197,6 +197,7 @@ DOCUMENTED = {
     "interleaved_1f1b": [("interleaved_1f1b", Placement("loop", 2, 2), 4),
                          ("interleaved_1f1b", Placement("loop", 2, 1, BI), 4)],
     "backward_first": [("backward_first", Placement("wave", 2, 2), 2)],
+    "alternating": [("alternating", Placement("loop", 2, 1), 3)],
     "breadth_first": [("breadth_first", Placement("loop", 2, 2), 2)],
     "gpipe": [("gpipe", Placement("loop", 2, 2), 2)],
     "zero_bubble": [("zero_bubble", Placement("loop", 2, 2), 2)],
@@ -407,8 +408,8 @@ def test_half_memory():
 
 def test_half_and_third_memory_with_one_stage_a_rank():
     assert compute_table("half_memory", "loop", 4, 1, 4) == lines("""
-        0F0 0F1 0F2 0I0 0W0 0I1 0F3 0I2 0W1 0W2 0I3 0W3
-        1F0 1F1 1F2 1I0 1W0 1I1 1W1 1I2 1F3 1W2 1I3 1W3
+        0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+        1F0 1F1 1F2 1I0 1W0 1I1 1W1 1F3 1I2 1W2 1I3 1W3
         2F0 2F1 2F2 2I0 2W0 2I1 2W1 2I2 2W2 2F3 2I3 2W3
         3F0 3I0 3F1 3I1 3F2 3I2 3W0 3W1 3W2 3F3 3I3 3W3
     """)
@@ -592,6 +593,28 @@ IN_A_WAVE = {
 def test_interleaved_in_a_wave_is_no_slower_than_it_was(case):
     p, v, m, cap = case
     assert makespan(build("interleaved_1f1b", Placement("wave", p, v), m, cap)) <= IN_A_WAVE[case] * (1 + 1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(0, 20))
+def test_zero_bubble_reaches_the_bound_of_a_loop(ranks, reuse, more):
+    """With any number of micro-batches from p on; with reuse 1 as ZB-H1 does."""
+    program = build("zero_bubble", Placement("loop", ranks, reuse), ranks + more)
+    assert makespan(program) == pytest.approx(3 * (ranks + more) + (ranks - 1) / reuse, rel=1e-9)
+    assert max(peaks(program)) <= ranks
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(4, 5), (4, 7), (4, 9), (5, 9), (8, 9), (8, 17)])
+def test_zero_bubble_in_both_directions_with_an_odd_number_of_micro_batches(ranks, micro_batches):
+    program = build("zero_bubble", Placement("loop", ranks, 1, BI), micro_batches)
+    assert makespan(program) == 3 * micro_batches + (ranks - 1) // 2
+
+
+@pytest.mark.parametrize(("reuse", "in_turn", "backward_first"), [(1, 61, 65), (2, 58, 57.5)])
+def test_forwards_in_turn_with_backwards_on_eight_ranks(reuse, in_turn, backward_first):
+    placement = Placement("loop", 8, reuse, BI)
+    assert [makespan(build(name, placement, 16)) for name in ("alternating", "backward_first")] \
+        == pytest.approx([in_turn, backward_first])
 
 
 @settings(max_examples=40, deadline=None)

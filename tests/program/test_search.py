@@ -71,17 +71,17 @@ def test_fewer_micro_batches_than_ranks_and_odd_ones(name, ranks, reuse, directi
 
 
 def test_of_equally_short_ones_the_one_that_holds_less():
-    placement = Placement("loop", 4, 1, BI)
-    found, other = build("auto", placement, 5), build("zero_bubble", placement, 5)
-    assert makespan(found) == makespan(other) == 18
-    assert (found.schedule, peaks(found), peaks(other)) == ("half_memory", [3] * 4, [4] * 4)
+    placement = Placement("loop", 4, 2)
+    found, other = build("auto", placement, 7, 7, split=False), build("gpipe", placement, 7)
+    assert makespan(found) == makespan(other) == 25.5
+    assert (found.schedule, peaks(found), peaks(other)) == ("alternating", [6, 6, 5, 3.5], [7] * 4)
 
 
 def test_it_says_which_schedule_it_found():
     assert build("auto", Placement("loop", 4, 2), 8).schedule == "zero_bubble"
     assert build("auto", Placement("loop", 4, 2), 8, split=False).schedule == "interleaved_1f1b"
-    assert build("auto", Placement("wave", 4, 2), 8, split=False).schedule == "backward_first"
-    assert build("auto", Placement("loop", 4, 2, BI), 8, split=False).schedule == "backward_first"
+    assert build("auto", Placement("wave", 4, 2), 8, split=False).schedule == "alternating"
+    assert build("auto", Placement("loop", 2, 2, BI), 8, split=False).schedule == "backward_first"
 
 
 # What is asked for is kept.

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from ..actions import Row
 from ..costs import Costs
 from ..placement import Placement
-from .backward_first import backward_first
+from ._list_scheduler import PREFERENCES, Preference
+from .alternating import ALTERNATING, alternating
+from .backward_first import BACKWARD_FIRST, backward_first
 from .breadth_first import breadth_first
 from .gpipe import gpipe
 from .half_memory import half_memory, half_memory_cap
@@ -35,19 +37,22 @@ class Schedule:
     """A named compute order.
 
     ``is_split`` tells whether its backwards are split, ``uses_costs`` whether the order depends on costs;
-    ``default_cap`` gives, from p and m, the activations that a rank may hold when the user sets no ``max_in_flight``.
+    ``default_cap`` gives, from p and m, the activations that a rank may hold when the user sets no ``max_in_flight``;
+    ``preferences`` are those of an order by the list scheduler.
     """
 
     order: Order
     is_split: bool = False
     uses_costs: bool = False
     default_cap: Callable[[int, int], float] = _one_each
+    preferences: tuple[Preference, ...] = PREFERENCES
 
 
 ORDERS: dict[str, Schedule] = {
     "1f1b": Schedule(one_f_one_b),
     "interleaved_1f1b": Schedule(interleaved_1f1b),
-    "backward_first": Schedule(backward_first, uses_costs=True),
+    "backward_first": Schedule(backward_first, uses_costs=True, preferences=BACKWARD_FIRST),
+    "alternating": Schedule(alternating, uses_costs=True, preferences=ALTERNATING),
     "breadth_first": Schedule(breadth_first, default_cap=_everything),
     "gpipe": Schedule(gpipe, default_cap=_everything),
     "zero_bubble": Schedule(zero_bubble, is_split=True, uses_costs=True),

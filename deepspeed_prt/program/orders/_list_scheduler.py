@@ -6,9 +6,11 @@ Its rows cannot deadlock, since they were executed once, with times, to make the
 import random
 from bisect import bisect_right, insort
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import ceil
+from typing import Literal, get_args
 
 from ..actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Kind, Row
 from ..bounds import lower_bound
@@ -19,8 +21,18 @@ from ._assemble import sequences
 LARGE = 50_000
 """From this many (stage, micro-batch) pairs on a program is large, and fewer things are tried."""
 
+_MEDIUM = 1_000
+"""From this many pairs on it counts how long a search takes."""
+
 _PATIENCE, _PATIENCE_IF_LARGE = 3, 1
 """After how many sizes of groups that are no better to try no smaller ones."""
+
+
+Preference = Literal["backward", "alternate", "forward"]
+"""What a rank takes if a forward and a backward (or input gradient) can run: that, or the kind it did not take last.
+"""
+
+PREFERENCES: tuple[Preference, ...] = get_args(Preference)
 
 
 @dataclass(frozen=True)
@@ -32,37 +44,44 @@ class Scheduled:
 
 
 def best_of_groups(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs,
-                   split: bool) -> tuple[Row, ...]:
-    """The shortest of :func:`list_schedule` over sizes of groups, from p micro-batches down.
+                   split: bool, preferences: Sequence[Preference] = PREFERENCES) -> tuple[Row, ...]:
+    """The shortest of :func:`list_schedule` over sizes of groups, from p micro-batches down, and over preferences.
 
     Larger groups run ahead further and need more room; which is best depends on the sizes and the cap. Stops at the
-    first that no order can beat, or once smaller groups get no better.
+    first that no order can beat, and for each preference once smaller groups get no better; unless the program is
+    small, preferences other than the first are only tried for its best size.
 
     Raises:
         ValueError: ``max_in_flight`` is less than one micro-batch.
     """
     if not max_in_flight >= 1:
         raise ValueError(f"max_in_flight {max_in_flight:g} is too small: a rank holds at least 1 micro-batch")
+    pairs = placement.stages * micro_batches
+    bound = lower_bound(placement, micro_batches, costs, split) * (1 + _SAME_TIME)
     best: Scheduled | None = None
-    patience = _PATIENCE_IF_LARGE if placement.stages * micro_batches >= LARGE else _PATIENCE
-    no_better = 0
-    bound = lower_bound(placement, micro_batches, costs, split)
-    for group in group_sizes(placement, micro_batches):
-        scheduled = list_schedule(placement, micro_batches, group, max_in_flight, costs, split)
-        if scheduled is None:
-            continue
-        if best is None or scheduled.makespan < best.makespan * (1 - _SAME_TIME):
-            best, no_better = scheduled, 0
-        else:
-            no_better += 1
-        if best.makespan <= bound * (1 + _SAME_TIME) or no_better == patience:
-            break
+    sizes, best_size = group_sizes(placement, micro_batches), 0
+    for preference in preferences[:1] if pairs >= LARGE else preferences:
+        no_better = 0
+        for size in sizes:
+            scheduled = list_schedule(placement, micro_batches, size, max_in_flight, costs, split, preference)
+            if scheduled is None:
+                continue
+            if best is None or scheduled.makespan < best.makespan * (1 - _SAME_TIME):
+                best, best_size, no_better = scheduled, size, 0
+            else:
+                no_better += 1
+            if best.makespan <= bound:
+                return best.rows
+            if no_better == (_PATIENCE_IF_LARGE if pairs >= LARGE else _PATIENCE):
+                break
+        if pairs >= _MEDIUM:
+            sizes = [best_size]
     assert best is not None, "a group of one micro-batch fits under every cap"
     return best.rows
 
 
 def varied_schedule(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs, split: bool,
-                    seed: int) -> tuple[Row, ...] | None:
+                    preference: Preference, seed: int) -> tuple[Row, ...] | None:
     """One list schedule for slightly wrong costs and a group drawn by ``seed``; None where that gives none.
 
     A list scheduler decides by what comes first, however little before; wrong by some percent, it decides otherwise.
@@ -77,7 +96,7 @@ def varied_schedule(placement: Placement, micro_batches: int, max_in_flight: flo
     assumed = replace(costs, forward=vary(costs.forward), input_grad=vary(costs.input_grad),
                       weight_grad=vary(costs.weight_grad), latency=latency)
     group = draw.choice(group_sizes(placement, micro_batches))
-    scheduled = list_schedule(placement, micro_batches, group, max_in_flight, assumed, split)
+    scheduled = list_schedule(placement, micro_batches, group, max_in_flight, assumed, split, preference)
     return None if scheduled is None else scheduled.rows
 
 
@@ -97,8 +116,8 @@ _SAME_TIME = 1e-9
 
 
 def list_schedule(placement: Placement, micro_batches: int, group: int, max_in_flight: float, costs: Costs,
-                  split: bool) -> Scheduled | None:
-    """Backwards (or input gradients) before forwards, weight gradients when nothing else can run.
+                  split: bool, preference: Preference = "backward") -> Scheduled | None:
+    """Backwards (or input gradients) and forwards as is preferred, weight gradients when nothing else can run.
 
     Each kind goes by its place in the rank's sequences. A forward may overtake others of its rank only while room for
     those is left under ``max_in_flight``; where the ranks wait for each other's room for ever, there is no schedule.
@@ -129,6 +148,7 @@ def list_schedule(placement: Placement, micro_batches: int, group: int, max_in_f
     # (time, rank, stage or -1 for the rank itself, micro-batch, is a forward)
     events = [(0.0, rank, -1, 0, False) for rank in ranks]
     tolerance = _SAME_TIME * micro_batches * (sum(costs.forward) + sum(costs.backward))
+    prefers_forward = [preference == "forward" for _ in ranks]
     makespan, done = 0.0, 0
     while events:
         now = events[0][0]
@@ -143,7 +163,20 @@ def list_schedule(placement: Placement, micro_batches: int, group: int, max_in_f
         for rank in sorted(woken):
             if busy_until[rank] > until:
                 continue
-            if ready_back[rank]:
+            if (ready_forward[rank] and (prefers_forward[rank] or not ready_back[rank])
+                    and _has_room(started[rank], ready_forward[rank][0][0], held + freed[rank])):
+                place, stage, micro_batch = heappop(ready_forward[rank])
+                insort(started[rank], place)
+                rows[rank].append(Action(stage, FORWARD, micro_batch))
+                end = now + time_forward[stage]
+                if stage + 1 < stages:
+                    heappush(events, (end + hop[stage + 1], routes[micro_batch % pipes][stage + 1], stage + 1,
+                                      micro_batch, True))
+                else:
+                    heappush(events, (end, rank, stage, micro_batch, False))
+                if preference == "alternate":
+                    prefers_forward[rank] = False
+            elif ready_back[rank]:
                 _, stage, micro_batch = heappop(ready_back[rank])
                 rows[rank].append(Action(stage, kind_back, micro_batch))
                 end = now + time_back[stage]
@@ -154,16 +187,8 @@ def list_schedule(placement: Placement, micro_batches: int, group: int, max_in_f
                 if stage > 0:
                     heappush(events, (end + hop[stage], routes[micro_batch % pipes][stage - 1], stage - 1, micro_batch,
                                       False))
-            elif ready_forward[rank] and _has_room(started[rank], ready_forward[rank][0][0], held + freed[rank]):
-                place, stage, micro_batch = heappop(ready_forward[rank])
-                insort(started[rank], place)
-                rows[rank].append(Action(stage, FORWARD, micro_batch))
-                end = now + time_forward[stage]
-                if stage + 1 < stages:
-                    heappush(events, (end + hop[stage + 1], routes[micro_batch % pipes][stage + 1], stage + 1,
-                                      micro_batch, True))
-                else:
-                    heappush(events, (end, rank, stage, micro_batch, False))
+                if preference == "alternate":
+                    prefers_forward[rank] = True
             elif ready_weight[rank]:
                 stage, micro_batch = ready_weight[rank].popleft()
                 rows[rank].append(Action(stage, WEIGHT_GRAD, micro_batch))

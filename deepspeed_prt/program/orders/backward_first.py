@@ -9,7 +9,9 @@ Reuse 2 on 2 ranks in a wave, 2 micro-batches::
 from ..actions import Row
 from ..costs import Costs
 from ..placement import Placement
-from ._list_scheduler import best_of_groups
+from ._list_scheduler import PREFERENCES, best_of_groups
+
+BACKWARD_FIRST = PREFERENCES[:1]
 
 
 def backward_first(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs) -> tuple[Row, ...]:
@@ -18,4 +20,4 @@ def backward_first(placement: Placement, micro_batches: int, max_in_flight: floa
     Raises:
         ValueError: ``max_in_flight`` is less than one micro-batch.
     """
-    return best_of_groups(placement, micro_batches, max_in_flight, costs, split=False)
+    return best_of_groups(placement, micro_batches, max_in_flight, costs, split=False, preferences=BACKWARD_FIRST)

@@ -17,7 +17,7 @@ from ..actions import Row
 from ..costs import Costs
 from ..placement import Placement
 from ._assemble import needed_warmup, one_forward_one_backward, sequences
-from ._list_scheduler import best_of_groups
+from .backward_first import backward_first
 
 
 def interleaved_1f1b(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs) -> tuple[Row, ...]:
@@ -32,7 +32,7 @@ def interleaved_1f1b(placement: Placement, micro_batches: int, max_in_flight: fl
         ValueError: ``max_in_flight`` is less than one micro-batch.
     """
     if placement.pipes > 1 or (placement.name == "wave" and placement.reuse > 1):
-        return best_of_groups(placement, micro_batches, max_in_flight, costs, split=False)
+        return backward_first(placement, micro_batches, max_in_flight, costs)
     if not max_in_flight >= 1:
         raise ValueError(f"max_in_flight {max_in_flight:g} is too small: a rank holds at least 1 micro-batch")
     held = int(min(max_in_flight, micro_batches) * placement.reuse)
