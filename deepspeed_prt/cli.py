@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    sys.path.insert(0, "")  # schedules of the user's are where they are for a script: in the current directory
     try:
         return options.run(options)
     except (ValueError, ImportError, OSError) as error:
@@ -63,7 +64,8 @@ def _parser() -> argparse.ArgumentParser:
                       help="time that a message occupies its link besides: its bytes over the bandwidth")
     plan.add_argument("--optimizer-ms", type=_milliseconds, default=0.0, help="time of the optimizer step")
     plan.add_argument("--max-in-flight", type=float, default=None,
-                      help="cap on a rank's activations, in micro-batches; by default the number of ranks")
+                      help="cap on a rank's activations, in micro-batches; by default the number of ranks, "
+                           "or what the schedule holds by definition")
     plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
     plan.add_argument("--csv", type=Path, metavar="FILE", help="also write the program, one row per rank")
     plan.add_argument("--picture", type=Path, metavar="FILE",
@@ -135,7 +137,7 @@ def _print_table(report: dict[str, Any], timeline: Timeline, placement: Placemen
         ("ratio", f"{report['ratio']:.5f}"),
         ("bubble", f"{100 * report['bubble_fraction']:.2f} %"),
         ("lower bound", f"{report['lower_bound_ms']:.3f} ms"),
-        ("over the bound", f"{100 * (report['makespan_ms'] / report['lower_bound_ms'] - 1):.2f} %"),
+        ("over the bound", f"{max(0.0, 100 * (report['makespan_ms'] / report['lower_bound_ms'] - 1)):.2f} %"),
         ("in flight per rank", f"{max(peaks):g} micro-batches at most, {min(peaks):g} at least"),
         ("actions", f"{sum(map(len, report['actions']))}"),
     ):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-from pydantic import Field, PositiveFloat, PositiveInt, StrictBool, ValidationError, field_validator
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, StrictBool, ValidationError, field_validator
 
 from .errors import PRTConfigError
 from .program.orders import ORDERS
@@ -20,6 +20,8 @@ _LATER = {
 
 class PRTConfig(DeepSpeedConfigModel):
     """The ``"prt"`` section; every key is optional."""
+
+    model_config = ConfigDict(strict=True)  # true is no number of stages, and "false" is not false
 
     enabled: bool = True
     """False leaves DeepSpeed untouched."""

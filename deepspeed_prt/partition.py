@@ -3,6 +3,7 @@
 import contextlib
 import io
 import itertools
+import re
 from collections.abc import Sequence
 
 from deepspeed.runtime.pipe.module import PipelineModule
@@ -83,6 +84,9 @@ def cut(module: PipelineModule, method: str, stages: int) -> list[int]:
             # The module's stage_id is its rank, which a cut into more parts contains as well.
             type(module)._partition_layers(module, method=method)
         parts = [int(boundary) for boundary in module.parts]
+    except (re.error, RuntimeError) as error:  # of a pattern of layer types
+        raise PRTConfigError(f'"partition": {method!r} cannot cut {len(module._layer_specs)} layers into {stages} '
+                             f"stages: {error}") from error
     finally:
         logger.disabled = was_disabled
         module.num_stages, module.parts, module._local_start, module._local_stop = before

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 
@@ -53,6 +54,15 @@ def test_a_whole_report(capsys):
             words("1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1"),
         ],
     }
+
+
+def test_a_schedule_in_the_current_directory(capsys, tmp_path, monkeypatch):
+    (tmp_path / "my_order.py").write_text("def order(*sizes):\n    return ['0F0 0B0', '1F0 1B0']\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert plan(capsys, "--ranks 2 --micro-batches 1 --schedule my_order:order")["makespan_ms"] == 6
+    assert "schedule 'my_order:order', for 2 ranks with reuse 1 in a loop and 2 micro-batches: rank 0: 0F1 is missing" \
+        in refusal(capsys, "--ranks 2 --micro-batches 2 --schedule my_order:order")
 
 
 def test_both_directions(capsys):

@@ -47,6 +47,12 @@ def test_right_values_are_kept(section):
     ({"schedule": "missing.csv"}, "no CSV file"),
     ({"max_in_flight": 0}, "greater than 0"),
     ({"enabled": "perhaps"}, "boolean"),
+    ({"enabled": "false"}, "boolean"),
+    ({"enabled": 0}, "boolean"),
+    ({"reuse": True}, "integer"),
+    ({"reuse": "2"}, "integer"),
+    ({"reuse": 2.0}, "integer"),
+    ({"max_in_flight": "4"}, "number"),
     (2, "must be a section"),
     ([], "must be a section"),
 ])

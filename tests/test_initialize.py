@@ -64,6 +64,8 @@ REFUSED = [
     ("pipeline", config(prt={"partition": [0, 4, 8, 11, 12], "reuse": 3}), "make 4 stages, but 2 ranks x 3 stages"),
     ("pipeline", config(prt={"partition": [0, 4, 8, 11]}), "make 3 stages"),
     ("pipeline", config(prt={"partition": [0, 4, 8, 11, 13]}), "must rise from 0 to 12"),
+    ("pipeline", config(prt={"partition": "type:("}), r'"partition": .type:\(. cannot cut 12 layers'),
+    ("pipeline", config(prt={"partition": "type:Nope"}), "cannot cut 12 layers .* no valid layers"),
     ("pipeline", config(prt={"schedule": "1f1b", "reuse": 2}), "one stage per rank"),
     ("pipeline", config(gas=8, prt={"schedule": "gpipe", "max_in_flight": 2}), "more than max_in_flight 2"),
     ("pipeline", config(prt={"max_in_flight": 0.5}), "too small"),

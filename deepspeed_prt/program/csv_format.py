@@ -22,7 +22,7 @@ def read_rows(path: Path) -> tuple[Row, ...]:
     if not path.is_file():
         raise ValueError(f"there is no CSV file {str(path)!r}")
     rows = []
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
         for line, cells in enumerate(csv.reader(file), start=1):
             if not cells:
                 continue

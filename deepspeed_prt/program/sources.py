@@ -8,6 +8,7 @@ from .actions import Action, Row, parse, parse_row
 from .build import build, default_cap
 from .costs import Costs
 from .csv_format import read_compute_rows
+from .errors import ProgramError
 from .placement import Placement
 from .program import Program, complete
 from .split import split_backwards
@@ -38,13 +39,18 @@ def program_from(schedule: str, placement: Placement, micro_batches: int, max_in
             else _rows(schedule, _call(schedule, placement, micro_batches, cap))
         if split:
             rows = split_backwards(rows)
-        program = complete(schedule, rows, placement, micro_batches, cap)
+        try:
+            program = complete(schedule, rows, placement, micro_batches, cap)
+            verify(program)
+        except ProgramError as error:
+            raise ProgramError(f"schedule {schedule!r}, for {placement.ranks} ranks with reuse {placement.reuse} in a "
+                               f"{placement.name} and {micro_batches} micro-batches: {error}") from error
         if split is False and program.is_split:
             raise ValueError(f"schedule {schedule!r} splits the backward, which split_backward false forbids; leave "
                              "split_backward out or write B instead of I and W")
     else:
         program = build(schedule, placement, micro_batches, max_in_flight, costs, split, trials)
-    verify(program)
+        verify(program)
     return program
 
 

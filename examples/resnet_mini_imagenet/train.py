@@ -3,8 +3,8 @@
     deepspeed --num_gpus 2 examples/resnet_mini_imagenet/train.py --model resnet18 \\
         --deepspeed_config ds_configs/resnet_stock.json
 
-The model is trained from scratch. Without the Hugging Face hub the images are those of a small package (see
-``data.py``); what BatchNorm sees of them is written in ``model.py``.
+The model is trained from scratch. Without the Hugging Face hub the images are those of a package that has to be
+installed (see ``data.py`` and ``--dataset``); what BatchNorm sees of them is written in ``model.py``.
 """
 
 import argparse

@@ -81,8 +81,8 @@ def test_costs_decide_where_an_order_minds_them():
     assert build("gpipe", placement, 3, costs=costs) == build("gpipe", placement, 3), "gpipe does not mind"
 
 
-@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "backward_first", "alternating", "zero_bubble", "zbv", "half_memory",
-                                      "third_memory", "auto"])
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "backward_first", "alternating", "zero_bubble", "zbv",
+                                      "half_memory", "third_memory", "auto"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("cap", [0, 0.5, 0.999, -1, float("nan")])
 def test_a_cap_below_one_micro_batch_is_refused(schedule, direction, cap):

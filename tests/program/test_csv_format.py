@@ -119,3 +119,9 @@ def test_blank_lines_are_no_ranks(tmp_path):
 def test_a_missing_file(tmp_path):
     with pytest.raises(ValueError, match="there is no CSV file"):
         read_rows(tmp_path / "no.csv")
+
+
+def test_a_spreadsheets_byte_order_mark(tmp_path):
+    path = tmp_path / "program.csv"
+    path.write_text("0F0,0B0\n1F0,1B0\n", encoding="utf-8-sig")
+    assert [format_row(row) for row in read_rows(path)] == ["0F0 0B0", "1F0 1B0"]
