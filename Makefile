@@ -17,7 +17,7 @@ venv: .venv/installed  ## create .venv and install the package with all extras
 	.venv/bin/pip install --quiet --editable '.[examples,plot,dev]'
 	touch $@
 
-test: venv  ## run all tests (12 to 16 minutes on 2 cores)
+test: venv  ## run all tests (8 to 16 minutes on 2 cores)
 	PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/python -m pytest tests
 
 demo: venv  ## train BERT on real reviews, stock DeepSpeed against reuse, and compare

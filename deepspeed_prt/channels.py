@@ -61,10 +61,9 @@ class MessageSpec(NamedTuple):
 class Receive:
     """One message on its way in."""
 
-    def __init__(self, boundary: Boundary, spec: MessageSpec | None, tensors: Sequence[TensorSpec] = ()) -> None:
+    def __init__(self, boundary: Boundary, spec: MessageSpec | None) -> None:
         self.boundary = boundary
         self.spec = spec
-        self.wanted = tuple(tensors)
         self.tensors: list[torch.Tensor] = []
         self.poisoned = False
         self._header: tuple[torch.Tensor, dist.Work] | None = None
@@ -185,7 +184,7 @@ class Channels:
 
     def post_gradients(self, tensors: Sequence[TensorSpec], source: int) -> Receive:
         """Post the receive of gradients."""
-        return self._post(Receive(("gradient", -1, 0), MessageSpec(True, tuple(tensors)), tensors), source)
+        return self._post(Receive(("gradient", -1, 0), MessageSpec(True, tuple(tensors))), source)
 
     def wait(self, receive: Receive, source: int) -> list[torch.Tensor]:
         """The tensors of a message, once they are there; to be asked for once.

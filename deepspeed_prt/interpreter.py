@@ -407,9 +407,8 @@ class Interpreter(PipelineEngine):
             self._absorb(buffers['receives'][buffer_id], stage - 1, micro_batch)
             if self._mode == "eval":
                 buffers['receives'][buffer_id] = None
-            buffers['outputs'][buffer_id] = buffers['output_tensors'][buffer_id] = None
+            buffers['output_tensors'][buffer_id] = None
         elif kind is schedule.SendActivation:
-            buffers['outputs'][buffer_id] = None
             spec = channels.send_poison(self._boundary(stage, micro_batch), self._rank_of(stage + 1, micro_batch))
             buffers['output_tensors'][buffer_id] = None if spec is None else _Output({}, spec)
         elif kind is schedule.RecvGrad:
@@ -417,13 +416,10 @@ class Interpreter(PipelineEngine):
                 self._exec_recv_grads(buffer_id, stage, micro_batch)
         elif kind in (schedule.BackwardPass, schedule.InputGradPass):
             self._absorb(buffers['grads'][buffer_id], stage + 1, micro_batch)
-            buffers['output_tensors'][buffer_id] = buffers['grads'][buffer_id] = buffers['losses'][buffer_id] = None
-            buffers['deferred'][buffer_id] = None
-        elif kind is schedule.WeightGradPass:
-            buffers['deferred'][buffer_id] = None
+            buffers['output_tensors'][buffer_id] = buffers['grads'][buffer_id] = None
         elif kind is schedule.SendGrad:
             receive: Receive | None = buffers['receives'][buffer_id]
-            buffers['inputs'][buffer_id] = buffers['receives'][buffer_id] = None
+            buffers['receives'][buffer_id] = None
             if receive is not None and receive.spec is not None:
                 channels.send_zeros(receive.spec.gradients(), self._rank_of(stage - 1, micro_batch))
 

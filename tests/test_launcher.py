@@ -50,7 +50,7 @@ SCRIPT = textwrap.dedent("""
         loss = engine.train_batch(data_iter=data)
         if torch.distributed.get_rank() == 0:
             print(f"LOSS {loss.item()!r}", flush=True)
-    if not hasattr(engine, "program"):
+    if not hasattr(engine, "placement"):
         time.sleep(0.1)  # stock ranks abort in some runs if they end right after a collective (pytorch#190489)
 """)
 

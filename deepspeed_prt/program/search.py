@@ -150,12 +150,16 @@ def _assumptions(costs: Costs, is_large: bool) -> list[Costs]:
 
     equal = replace(costs, forward=equal_stages(costs.forward), input_grad=equal_stages(costs.input_grad),
                     weight_grad=equal_stages(costs.weight_grad))
+    def with_latency(latency: float) -> list[Costs]:
+        return [replace(some, latency=latency, transfer=0.0) for some in (costs, equal)]
+
     if is_large:
-        return list(dict.fromkeys((costs, replace(equal, latency=0.0, transfer=0.0))))
-    if not costs.hop:
-        little = _LITTLE * equal.forward[0]
-        return list(dict.fromkeys((replace(costs, latency=little), replace(equal, latency=little), costs, equal)))
-    return list(dict.fromkeys((costs, equal, *(replace(some, latency=0.0, transfer=0.0) for some in (costs, equal)))))
+        assumptions = [costs, with_latency(0.0)[1]]
+    elif costs.hop:
+        assumptions = [costs, equal, *with_latency(0.0)]
+    else:
+        assumptions = [*with_latency(_LITTLE * equal.forward[0]), costs, equal]
+    return list(dict.fromkeys(assumptions))
 
 
 def _names(placement: Placement, is_large: bool, whole_first: bool, split: bool | None) -> list[tuple[str, bool]]:

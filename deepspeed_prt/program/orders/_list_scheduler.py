@@ -57,9 +57,11 @@ def best_of_groups(placement: Placement, micro_batches: int, max_in_flight: floa
     if not max_in_flight >= 1:
         raise ValueError(f"max_in_flight {max_in_flight:g} is too small: a rank holds at least 1 micro-batch")
     pairs = placement.stages * micro_batches
+    patience = _PATIENCE_IF_LARGE if pairs >= LARGE else _PATIENCE
     bound = lower_bound(placement, micro_batches, costs, split) * (1 + _SAME_TIME)
     best: Scheduled | None = None
-    sizes, best_size = group_sizes(placement, micro_batches), 0
+    best_size = 0
+    sizes = group_sizes(placement, micro_batches)
     for preference in preferences[:1] if pairs >= LARGE else preferences:
         no_better = 0
         for size in sizes:
@@ -72,7 +74,7 @@ def best_of_groups(placement: Placement, micro_batches: int, max_in_flight: floa
                 no_better += 1
             if best.makespan <= bound:
                 return best.rows
-            if no_better == (_PATIENCE_IF_LARGE if pairs >= LARGE else _PATIENCE):
+            if no_better == patience:
                 break
         if pairs >= _MEDIUM:
             sizes = [best_size]
@@ -116,7 +118,7 @@ _SAME_TIME = 1e-9
 
 
 def list_schedule(placement: Placement, micro_batches: int, group: int, max_in_flight: float, costs: Costs,
-                  split: bool, preference: Preference = "backward") -> Scheduled | None:
+                  split: bool, preference: Preference) -> Scheduled | None:
     """Backwards (or input gradients) and forwards as is preferred, weight gradients when nothing else can run.
 
     Each kind goes by its place in the rank's sequences. A forward may overtake others of its rank only while room for
@@ -148,7 +150,8 @@ def list_schedule(placement: Placement, micro_batches: int, group: int, max_in_f
     # (time, rank, stage or -1 for the rank itself, micro-batch, is a forward)
     events = [(0.0, rank, -1, 0, False) for rank in ranks]
     tolerance = _SAME_TIME * micro_batches * (sum(costs.forward) + sum(costs.backward))
-    prefers_forward = [preference == "forward" for _ in ranks]
+    after_forward, after_back = preference == "forward", preference != "backward"  # whether to prefer a forward then
+    prefers_forward = [after_forward for _ in ranks]
     makespan, done = 0.0, 0
     while events:
         now = events[0][0]
@@ -174,8 +177,7 @@ def list_schedule(placement: Placement, micro_batches: int, group: int, max_in_f
                                       micro_batch, True))
                 else:
                     heappush(events, (end, rank, stage, micro_batch, False))
-                if preference == "alternate":
-                    prefers_forward[rank] = False
+                prefers_forward[rank] = after_forward
             elif ready_back[rank]:
                 _, stage, micro_batch = heappop(ready_back[rank])
                 rows[rank].append(Action(stage, kind_back, micro_batch))
@@ -187,8 +189,7 @@ def list_schedule(placement: Placement, micro_batches: int, group: int, max_in_f
                 if stage > 0:
                     heappush(events, (end + hop[stage], routes[micro_batch % pipes][stage - 1], stage - 1, micro_batch,
                                       False))
-                if preference == "alternate":
-                    prefers_forward[rank] = True
+                prefers_forward[rank] = after_back
             elif ready_weight[rank]:
                 stage, micro_batch = ready_weight[rank].popleft()
                 rows[rank].append(Action(stage, WEIGHT_GRAD, micro_batch))
