@@ -6,9 +6,11 @@ set time; the little that it computes is part of that. The sleep for the weight 
 """
 
 import ctypes
+import os
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -26,8 +28,7 @@ def emulated_work(emulation: Emulation) -> Work:
     """The layers, and data that does not matter."""
     seconds = [ms / 1000 / emulation.layers_per_rank
                for ms in (emulation.forward_ms, emulation.input_grad_ms, emulation.weight_grad_ms)]
-    # The kernel may round each sleep up by 50 microseconds, which adds up over many short ones.
-    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+    _schedule_like_a_host()
 
     def batches() -> Iterator[MicroBatch]:
         generator = torch.Generator().manual_seed(0)
@@ -37,6 +38,18 @@ def emulated_work(emulation: Emulation) -> Work:
 
     return Work([LayerSpec(EmulatedLayer, emulation.width, *seconds) for _ in range(emulation.layers)],
                 nn.functional.mse_loss, batches, ROWS)
+
+
+def _schedule_like_a_host() -> None:
+    """Let this process disturb others on its cores as little as if it were on a machine of its own.
+
+    The kernel may round each sleep up by 50 microseconds, which adds up over many short ones. And a rank that wakes may
+    take the core from one that runs, and its caches; with a core for each rank, none does.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it has ended
+            os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
 
 
 class Device:
