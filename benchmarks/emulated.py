@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
@@ -28,7 +29,7 @@ def emulated_work(emulation: Emulation) -> Work:
     """The layers, and data that does not matter."""
     seconds = [ms / 1000 / emulation.layers_per_rank
                for ms in (emulation.forward_ms, emulation.input_grad_ms, emulation.weight_grad_ms)]
-    _schedule_like_a_host()
+    _settle_on_a_core()
 
     def batches() -> Iterator[MicroBatch]:
         generator = torch.Generator().manual_seed(0)
@@ -40,16 +41,19 @@ def emulated_work(emulation: Emulation) -> Work:
                 nn.functional.mse_loss, batches, ROWS)
 
 
-def _schedule_like_a_host() -> None:
-    """Let this process disturb others on its cores as little as if it were on a machine of its own.
+def _settle_on_a_core() -> None:
+    """Let this process disturb others, and be disturbed, as little as if it had a core of its own.
 
-    The kernel may round each sleep up by 50 microseconds, which adds up over many short ones. And a rank that wakes may
-    take the core from one that runs, and its caches; with a core for each rank, none does.
+    The kernel may round each sleep up by 50 microseconds, which adds up over many short ones. Ranks that have to share
+    cores stay on theirs, as with DeepSpeed's ``--bind_cores_to_rank``, and one that wakes interrupts none that runs:
+    either would cost them what is in the caches.
     """
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
-    for thread in os.listdir("/proc/self/task"):
+    cores = sorted(os.sched_getaffinity(0))  # one, the next time
+    for thread in map(int, os.listdir("/proc/self/task")):
         with suppress(ProcessLookupError):  # it has ended
-            os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
+            os.sched_setaffinity(thread, {cores[dist.get_rank() % len(cores)]})
+            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
 class Device:
