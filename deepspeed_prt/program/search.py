@@ -59,10 +59,11 @@ def search(placement: Placement, micro_batches: int, max_in_flight: float, costs
     """The program with the shortest simulated step among those within ``max_in_flight``.
 
     Of equally short ones a whole backward wins, then the one that holds less; but the search ends at the first that no
-    order can beat. Where there is none, the shortest are improved, which keep their names. The orders that win most
-    often are made under several assumptions, as little differences lead list schedulers astray: the costs, costs
-    without time for messages, and both with equal stages. Where messages take no time, little is assumed first: of the
-    orders that none can beat, one that expects to wait for messages then wins. Deterministic.
+    order can beat (at a split one only where no whole one can be as short). Where there is none, the shortest are
+    improved, which keep their names. The orders that win most often are made under several assumptions, as little
+    differences lead list schedulers astray: the costs, costs without time for messages, and both with equal stages.
+    Where messages take no time, little is assumed first: of the orders that none can beat, one that expects to wait for
+    messages then wins. Deterministic.
 
     Args:
         placement: ranks, reuse, route and direction.
@@ -98,7 +99,8 @@ def search(placement: Placement, micro_batches: int, max_in_flight: float, costs
             continue
         if order.peak <= max_in_flight:
             found.append(order)
-            if order.makespan <= bounds[split is not False] * (1 + _TIE):
+            may_lose_to_whole = order.is_split and split is None and is_promising(False)
+            if order.makespan <= bounds[split is not False] * (1 + _TIE) and not may_lose_to_whole:
                 return program_of(_best(found))
     if not found:
         raise ValueError(f"max_in_flight {max_in_flight:g} is too small: a rank holds at least 1 micro-batch")

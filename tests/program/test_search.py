@@ -106,6 +106,14 @@ def test_backwards_are_whole_or_split_on_demand(placement, micro_batches, data):
     assert either.is_split == (makespan(split, costs) < makespan(whole, costs)), "of equally short ones a whole one"
 
 
+def test_a_whole_backward_wins_where_only_local_search_makes_it_as_short():
+    placement = Placement("wave", 2, 2, "bidirectional")
+    costs = Costs(forward=(2, 1, 1, 1), input_grad=(1, ) * 4, weight_grad=(2, ) * 4)
+    program = build("auto", placement, 5, None, costs, None)
+    assert makespan(program, costs) == 43
+    assert not program.is_split
+
+
 @settings(max_examples=40, deadline=None)
 @given(placements(ranks=4, reuse=3), st.integers(1, 8), st.sampled_from([None, False, True]), st.data())
 def test_no_named_schedule_within_the_cap_is_shorter(placement, micro_batches, split, data):
