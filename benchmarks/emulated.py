@@ -49,10 +49,11 @@ def _settle_on_a_core() -> None:
     either would cost them what is in the caches.
     """
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
-    cores = sorted(os.sched_getaffinity(0))  # one, the next time
+    cores = sorted(os.sched_getaffinity(0))  # only its own from the second contender on
+    core = cores[dist.get_rank() % len(cores)]
     for thread in map(int, os.listdir("/proc/self/task")):
         with suppress(ProcessLookupError):  # it has ended
-            os.sched_setaffinity(thread, {cores[dist.get_rank() % len(cores)]})
+            os.sched_setaffinity(thread, {core})
             os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 

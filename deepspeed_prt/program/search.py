@@ -152,6 +152,7 @@ def _assumptions(costs: Costs, is_large: bool) -> list[Costs]:
 
     equal = replace(costs, forward=equal_stages(costs.forward), input_grad=equal_stages(costs.input_grad),
                     weight_grad=equal_stages(costs.weight_grad))
+
     def with_latency(latency: float) -> list[Costs]:
         return [replace(some, latency=latency, transfer=0.0) for some in (costs, equal)]
 
