@@ -38,7 +38,9 @@ class World:
         self._start()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Imports are shared, and so is the memory they take, as far as the processes leave it alone.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["deepspeed.pipe", "deepspeed_prt.engine"])
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -100,6 +102,7 @@ class World:
 
 
 def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+    gc.freeze()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_SIZE=str(size),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     import logging
