@@ -272,10 +272,12 @@ class Interpreter(PipelineEngine):
         self.loss = None
 
     def _splitting_backwards(self) -> AbstractContextManager[None]:
-        """Where the program splits backwards, have the layers defer their weight gradients."""
-        if not self._schedule.program.is_split:
+        """Have the layers of stages that split their backwards defer their weight gradients."""
+        split_stages = self._schedule.program.split_stages
+        if not split_stages:
             return _NOTHING
-        return self._split_backward.installed([layer for _, layer in self.module.layer_modules()],
+        return self._split_backward.installed([layer for layer_id, layer in self.module.layer_modules()
+                                               if self.module.stage_of(layer_id) in split_stages],
                                               [weight for weight, _ in self.module.get_tied_weights_and_groups()])
 
     def _exec_backward_pass(self, buffer_id: int, stage: int, micro_batch: int) -> None:

@@ -14,7 +14,7 @@ from .program.program import Program
 from .program.simulator import simulate
 from .program.sources import is_users_own, program_from
 
-_TRIALS, _TRIED_VISITS = 100, 60_000
+_TRIALS, _TRIED_VISITS = 200, 60_000
 """How many variations of schedules to try, and of how many (stage, micro-batch) pairs at most in all: seconds."""
 
 _GAIN = 0.01
@@ -121,7 +121,10 @@ class Planner:
 
 def describe(program: Program) -> str:
     """A program in words."""
-    return f"{program.schedule}, {'split' if program.is_split else 'whole'} backward"
+    split, stages = len(program.split_stages), program.placement.stages
+    partly = f"backward split in {split} of {stages} stages"
+    backward = {0: "whole backward", stages: "split backward"}.get(split, partly)
+    return f"{program.schedule}, {backward}"
 
 
 def _describe_costs(costs: Costs) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from .program.calibration import fit_latency
+from .program.calibration import costs_of_stages, fit_latency
 from .program.costs import Costs
 from .program.program import Program
 
@@ -18,7 +18,10 @@ class Measurement(NamedTuple):
     """Of one rank, in milliseconds."""
 
     times: dict[tuple[str, int], float]
-    """The median time of F, I and W of each stage, with what the host does for them before it waits again."""
+    """The median time of F, I and W of each stage, with what the host does for them before it waits again.
+
+    A whole backward is an I with a W that takes no time.
+    """
     batches: tuple[float, ...]
     """From each batch's start to its end on all ranks."""
 
@@ -92,7 +95,7 @@ def measured_costs(program: Program, measurements: Sequence[Measurement]) -> Cos
                            if (kind, stage) in measurement.times)
                      for stage in range(program.placement.stages))
 
-    costs = Costs(of("F"), of("I"), of("W"))
+    costs = costs_of_stages(program, of("F"), of("I"), of("W"))
     return fit_latency(program, costs, shortest_batch([measurement.batches for measurement in measurements]))
 
 

@@ -1,7 +1,13 @@
 """PRTPipelineEngine against the stock engine: the same losses and weights."""
 
+from typing import Any
+
 import pytest
 import torch
+
+from deepspeed_prt.program.build import build
+from deepspeed_prt.program.placement import Placement
+from deepspeed_prt.split_backward import SplitBackward
 
 from . import training
 from .training import assert_same, config
@@ -26,6 +32,31 @@ def test_a_split_backward_changes_no_bit(world, prt, model, schedule):
     stock = world(2).reference(training.train, model, 2, config(4))
     split = {**prt, "split_backward": True, "schedule": schedule}
     assert_same(stock, world(2).run(training.train, model, 2, config(4, prt=split)))
+
+
+def train_and_count_deferring_layers(*args: Any) -> dict[str, Any]:
+    """As :func:`training.train`, with how many layers of this rank may defer weight gradients, in each batch."""
+    counts: list[int] = []
+    installed = SplitBackward.installed
+
+    def count(self: SplitBackward, layers: list[torch.nn.Module], tied: Any) -> Any:
+        counts.append(len(layers))
+        return installed(self, layers, tied)
+
+    SplitBackward.installed = count
+    try:
+        return training.train(*args) | {"counts": counts}
+    finally:
+        SplitBackward.installed = installed
+
+
+def test_only_layers_of_stages_that_the_program_splits_defer_anything(world):
+    stock = world(2).reference(training.train, "blocks", 2, config(4), 3)
+    ours = world(2).run(train_and_count_deferring_layers, "blocks", 2,
+                        config(4, prt={"reuse": 3, "split_backward": True}), 3)
+    assert_same(stock, ours)
+    assert build("auto", Placement("loop", 2, 3), 4, split=True).split_stages == {4, 5}, "of 6, with 2 layers each"
+    assert ours[0]["counts"] == ours[1]["counts"] == [2, 2, 2]
 
 
 LOOP2, WAVE2 = {"reuse": 2}, {"reuse": 2, "placement": "wave"}

@@ -11,7 +11,8 @@ from .placement import Placement
 class Costs:
     """Times of one micro-batch, per stage, and of a message; any unit, the same everywhere.
 
-    ``backward``, the time of a whole backward, is the sum of its two halves. A message occupies its channel for
+    ``backward``, the time of a whole backward, is the sum of its two halves, which take longer by the part
+    ``splitting`` where they are apart. A message occupies its channel for
     ``transfer`` (its bytes over the bandwidth) and arrives ``latency`` after that. ``optimizer`` is each rank's time
     from its last action to the end of the step; as all ranks have it, it changes no order.
     """
@@ -22,6 +23,7 @@ class Costs:
     latency: float = 0.0
     transfer: float = 0.0
     optimizer: float = 0.0
+    splitting: float = 0.0
 
     @classmethod
     def uniform(cls, placement: Placement, forward: float = 1.0, input_grad: float = 1.0, weight_grad: float = 1.0,
@@ -34,7 +36,7 @@ class Costs:
     @cached_property
     def backward(self) -> tuple[float, ...]:
         """The time of a whole backward, per stage."""
-        return tuple(a + b for a, b in zip(self.input_grad, self.weight_grad, strict=True))
+        return tuple((a + b) / (1 + self.splitting) for a, b in zip(self.input_grad, self.weight_grad, strict=True))
 
     @cached_property
     def by_kind(self) -> dict[str, tuple[float, ...]]:
@@ -51,5 +53,5 @@ class Costs:
         return self.by_kind[action.kind][action.stage]
 
     def work(self, stage: int) -> float:
-        """The time that all compute actions of one micro-batch at ``stage`` take."""
+        """The time that all compute actions of one micro-batch at ``stage`` take, with a whole backward."""
         return self.forward[stage] + self.backward[stage]

@@ -29,7 +29,12 @@ class Program:
     @cached_property
     def is_split(self) -> bool:
         """Whether any backward is done in two halves."""
-        return splits_backward(self.rows)
+        return bool(self.split_stages)
+
+    @cached_property
+    def split_stages(self) -> frozenset[int]:
+        """The stages of which any backward is done in two halves."""
+        return frozenset(action.stage for row in self.rows for action in row if action.kind == INPUT_GRAD)
 
     def num_slots(self, rank: int) -> int:
         """How many pipe buffers ``rank`` needs."""
@@ -49,9 +54,9 @@ class Program:
         return max(self.peak_in_flight(rank) for rank in range(self.placement.ranks))
 
 
-def splits_backward(rows: Iterable[Row]) -> bool:
-    """Whether any backward is done in two halves."""
-    return any(action.kind == INPUT_GRAD for row in rows for action in row)
+def count_splits(rows: Iterable[Row]) -> int:
+    """How many backwards are done in two halves."""
+    return sum(action.kind == INPUT_GRAD for row in rows for action in row)
 
 
 def peak_held(row: Iterable[Action]) -> int:

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from .actions import Row
@@ -13,8 +14,9 @@ from .costs import Costs
 from .improve import improve
 from .orders import ORDERS
 from .orders._list_scheduler import LARGE, varied_schedule
+from .orders.zero_bubble import zero_bubble
 from .placement import Placement
-from .program import Program, complete, peak_held, splits_backward
+from .program import Program, complete, count_splits, peak_held
 from .simulator import DeadlockError, Simulation
 from .split import split_backwards
 
@@ -30,14 +32,29 @@ _IMPROVED = 5
 _CHANGES, _CHANGED_VISITS = 100, 40_000
 """How many changes to try on each, and of how many (stage, micro-batch) pairs at most in all: tenths of a second."""
 
-_ASSUMING = [("zero_bubble", False), ("backward_first", False), ("alternating", False)]
-"""The orders to make under several assumptions: those that win most often."""
+_ASSUMING = ["zero_bubble", "backward_first", "alternating"]
+"""The orders to make under several assumptions, as they are: those that win most often."""
+
+_WHOLE_PARTS = (0.75, 0.5, 0.25, 0)
+"""The parts of the stages, from the first one on, of which zero_bubble may keep the backwards whole."""
 
 _VARIED = {False: ["backward_first", "alternating"], True: ["zero_bubble"]}
 """The orders to try variations of, by whether they split backwards."""
 
-_Candidate = tuple[str, bool, Costs]
-"""A named order worth making, whether to split its backwards, and the costs to assume in making it."""
+
+class _Kind(NamedTuple):
+    """A named order worth making.
+
+    ``is_cut`` says whether to split its backwards, ``split_from`` is the first stage that zero_bubble splits.
+    """
+
+    name: str
+    is_cut: bool = False
+    split_from: int = 0
+
+
+_Candidate = tuple[_Kind, Costs]
+"""An order to make, and the costs to assume in making it."""
 
 
 @contextmanager
@@ -58,31 +75,38 @@ def search(placement: Placement, micro_batches: int, max_in_flight: float, costs
            split: bool | None, trials: int = 0, only: str | None = None) -> Program:
     """The program with the shortest simulated step among those within ``max_in_flight``.
 
-    Of equally short ones a whole backward wins, then the one that holds less; but the search ends at the first that no
-    order can beat (at a split one only where no whole one can be as short). Where there is none, the shortest are
-    improved, which keep their names. The orders that win most often are made under several assumptions, as little
-    differences lead list schedulers astray: the costs, costs without time for messages, and both with equal stages.
-    Where messages take no time, little is assumed first: of the orders that none can beat, one that expects to wait for
-    messages then wins. Deterministic.
+    Of equally short ones the one that splits the fewest backwards wins, then the one that holds less; but the search
+    ends at the first that no order can beat (at one with split backwards only where none without can be as short), and
+    those that split fewer come first. Where there is none, the shortest are improved, which keep their names. The
+    orders that win most often are made under several assumptions, as little differences lead list schedulers astray:
+    the costs, costs without time for messages, and both with equal stages. Where messages take no time, little is
+    assumed first: of the orders that none can beat, one that expects to wait for messages then wins. Deterministic.
 
     Args:
         placement: ranks, reuse, route and direction.
         micro_batches: m.
         max_in_flight: cap on the activations of a rank, in micro-batches of a whole rank.
         costs: what the simulation assumes.
-        split: consider split backwards only (True), whole ones only (False), or both (None).
+        split: consider orders that split backwards (True), that split none (False), or both (None).
         trials: how many variations of list schedules to try besides.
         only: consider this order and its variations only, which are to be those of a list scheduler.
     """
     bounds = {is_split: lower_bound(placement, micro_batches, costs, is_split) for is_split in (False, True)}
     is_large = placement.stages * micro_batches >= LARGE
     if only is None:
-        names, assuming = _names(placement, is_large, bounds[False] <= bounds[True] * (1 + _TIE), split), _ASSUMING
+        kinds = _kinds(placement, is_large, bounds[False] <= bounds[True] * (1 + _TIE), split)
     else:
-        names = assuming = [(only, bool(split) and not ORDERS[only].is_split)]
+        kinds = [_Kind(only, bool(split) and not ORDERS[only].is_split)]
     assumptions = _assumptions(costs, is_large)
-    candidates = [(name, is_cut, assumed) for name, is_cut in names
-                  for assumed in (assumptions if (name, is_cut) in assuming else [costs])]
+    # Orders that split some stages only are many, and those that expect no messages win.
+    for_some_stages = [assumed for assumed in assumptions if not assumed.hop][:None if trials else 1]
+
+    def assumptions_for(kind: _Kind) -> list[Costs]:
+        if kind.split_from:
+            return for_some_stages
+        return assumptions if only or (kind.name in _ASSUMING and not kind.is_cut) else [costs]
+
+    candidates = [(kind, assumed) for kind in kinds for assumed in assumptions_for(kind)]
     found: list[_Found] = []
 
     def is_promising(is_split: bool) -> bool:
@@ -90,11 +114,11 @@ def search(placement: Placement, micro_batches: int, max_in_flight: float, costs
         return not found or bounds[is_split] <= _best(found).makespan * (1 + _TIE)
 
     def program_of(order: "_Found") -> Program:
-        return complete(order.name, order.rows, placement, micro_batches, max_in_flight)
+        return complete(order.kind.name, order.rows, placement, micro_batches, max_in_flight)
 
-    for name, rows in _orders(candidates, placement, micro_batches, max_in_flight, is_promising):
+    for kind, rows in _orders(candidates, placement, micro_batches, max_in_flight, is_promising):
         try:
-            order = _Found.of(name, rows, placement, costs)
+            order = _Found.of(kind, rows, placement, costs)
         except DeadlockError:  # cut down to the cap, its ranks wait for each other in a circle
             continue
         if order.peak <= max_in_flight:
@@ -106,19 +130,27 @@ def search(placement: Placement, micro_batches: int, max_in_flight: float, costs
         raise ValueError(f"max_in_flight {max_in_flight:g} is too small: a rank holds at least 1 micro-batch")
     promising = [is_split for is_split in (False, True) if split in (None, is_split) and is_promising(is_split)]
     for is_split in promising:
-        kinds = [(name, preference) for name in ([only] if only else _VARIED[is_split])
-                 for preference in ORDERS[name].preferences]
+        to_vary = [(kind, preference)
+                   for kind in ([_Kind(only)] if only else _to_vary(found, is_split))
+                   for preference in ORDERS[kind.name].preferences]
         for seed in range(trials):
-            name, preference = kinds[seed % len(kinds)]
-            varied = varied_schedule(placement, micro_batches, max_in_flight, costs, is_split, preference, seed)
+            kind, preference = to_vary[seed % len(to_vary)]
+            varied = varied_schedule(placement, micro_batches, max_in_flight, costs,
+                                     kind.split_from if is_split else placement.stages, preference, seed)
             if varied is not None:
-                found.append(_Found.of(name, varied, placement, costs))
+                found.append(_Found.of(kind, varied, placement, costs))
     changes = min(_CHANGES, _CHANGED_VISITS // (placement.stages * micro_batches))
     if changes:
         for order in _shortest(found, promising, _IMPROVED if trials else 1):
             improved = improve(program_of(order), costs, changes)
-            found.append(_Found.of(order.name, improved.compute_rows(), placement, costs))
+            found.append(_Found.of(order.kind, improved.compute_rows(), placement, costs))
     return program_of(_best(found))
+
+
+def _to_vary(found: Sequence["_Found"], is_split: bool) -> list[_Kind]:
+    """The kinds of orders to try variations of, with all the parts of stages to split that have been tried."""
+    parts = {order.kind.split_from for order in found} if is_split else {0}
+    return [_Kind(name, split_from=split_from) for name in _VARIED[is_split] for split_from in sorted(parts)]
 
 
 def _shortest(found: Sequence["_Found"], kinds: Sequence[bool], count: int) -> list["_Found"]:
@@ -131,18 +163,20 @@ def _shortest(found: Sequence["_Found"], kinds: Sequence[bool], count: int) -> l
 
 
 def _orders(candidates: Iterable[_Candidate], placement: Placement, micro_batches: int, max_in_flight: float,
-            is_promising: Callable[[bool], bool]) -> Iterator[tuple[str, tuple[Row, ...]]]:
+            is_promising: Callable[[bool], bool]) -> Iterator[tuple[_Kind, tuple[Row, ...]]]:
     """Make the candidates whose kind of backward is promising by then."""
-    made: dict[tuple[str, Costs], tuple[Row, ...]] = {}
-    for name, is_cut, assumed in candidates:
-        if not is_promising(is_cut or ORDERS[name].is_split):
+    made: dict[_Candidate, tuple[Row, ...]] = {}
+    for kind, assumed in candidates:
+        if not is_promising(kind.is_cut or ORDERS[kind.name].is_split):
             continue
-        if (name, assumed) not in made:
+        as_it_is = kind._replace(is_cut=False), assumed
+        if as_it_is not in made:
+            order = partial(zero_bubble, split_from=kind.split_from) if kind.split_from else ORDERS[kind.name].order
             try:
-                made[name, assumed] = ORDERS[name].order(placement, micro_batches, max_in_flight, assumed)
+                made[as_it_is] = order(placement, micro_batches, max_in_flight, assumed)
             except ValueError:  # not for this placement
                 continue
-        yield name, split_backwards(made[name, assumed]) if is_cut else made[name, assumed]
+        yield kind, split_backwards(made[as_it_is]) if kind.is_cut else made[as_it_is]
 
 
 def _assumptions(costs: Costs, is_large: bool) -> list[Costs]:
@@ -165,37 +199,42 @@ def _assumptions(costs: Costs, is_large: bool) -> list[Costs]:
     return list(dict.fromkeys(assumptions))
 
 
-def _names(placement: Placement, is_large: bool, whole_first: bool, split: bool | None) -> list[tuple[str, bool]]:
-    """Orders, and whether to split their backwards: the most promising first, all where that is cheap."""
-    splits = ["zero_bubble"]
+def _kinds(placement: Placement, is_large: bool, whole_first: bool, split: bool | None) -> list[_Kind]:
+    """Orders, the most promising first, all where that is cheap."""
+    parts = _WHOLE_PARTS[-1:] if is_large else _WHOLE_PARTS
+    splits = [_Kind("zero_bubble", split_from=int(part * placement.stages)) for part in parts]
     in_turn = placement.pipes == 1 and (placement.name == "loop" or placement.reuse == 1)
     wholes = ["interleaved_1f1b" if in_turn else "backward_first"]
     if not is_large:
-        splits += ["half_memory", "third_memory"]
+        splits += _Kind("half_memory"), _Kind("third_memory")
         wholes += ["backward_first"] * in_turn + ["alternating", "breadth_first", "gpipe"]
-    whole = [(name, False) for name in wholes]
+    whole = [_Kind(name) for name in wholes]
     if split is False:
         return whole
-    in_halves = [(name, False) for name in splits] + [(name, True) for name in wholes if not is_large]
-    if split:
-        return in_halves
-    return whole + in_halves if whole_first else in_halves + whole
+    in_halves = splits + [_Kind(name, is_cut=True) for name in wholes if not is_large]
+    if not split:
+        in_halves = whole + in_halves if whole_first else in_halves + whole
+    return list(dict.fromkeys(in_halves))
 
 
 class _Found(NamedTuple):
     """An order, and what it is judged by, the first first; less is better."""
 
     makespan: float
-    is_split: bool
+    splits: int
     peak: float
-    name: str
+    kind: _Kind
     rows: tuple[Row, ...]
 
+    @property
+    def is_split(self) -> bool:
+        return self.splits > 0
+
     @classmethod
-    def of(cls, name: str, rows: tuple[Row, ...], placement: Placement, costs: Costs) -> "_Found":
+    def of(cls, kind: _Kind, rows: tuple[Row, ...], placement: Placement, costs: Costs) -> "_Found":
         simulation = Simulation(add_sends(rows, placement), placement, costs)
-        return cls(simulation.makespan(simulation.starts()), splits_backward(rows),
-                   max(map(peak_held, rows)) / placement.reuse, name, rows)
+        return cls(simulation.makespan(simulation.starts()), count_splits(rows),
+                   max(map(peak_held, rows)) / placement.reuse, kind, rows)
 
 
 def _best(found: Sequence[_Found]) -> _Found:

@@ -1,5 +1,7 @@
 """The two bounds, on cases computed by hand and against every program."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -92,6 +94,14 @@ def test_no_program_beats_the_lower_bound(program, data):
     assert timeline.makespan >= bound >= ideal_time(placement, m, costs), "whole numbers, so no rounding"
     assert timeline.busy == m * sum(map(costs.work, range(placement.stages)))
     assert 0 <= timeline.bubble_fraction < 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(programs(), st.data(), st.sampled_from([1, 3]))
+def test_no_program_beats_the_bound_where_halves_take_longer_than_the_whole(program, data, splitting):
+    costs = replace(data.draw(whole_costs(program.placement)), splitting=splitting)
+    bound = lower_bound(program.placement, program.micro_batches, costs, program.is_split)
+    assert simulate(program, costs).makespan >= bound, "halves and quarters, so no rounding"
 
 
 @settings(max_examples=60, deadline=None)

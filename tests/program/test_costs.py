@@ -23,6 +23,13 @@ def test_a_whole_backward_is_both_halves():
     assert Costs((1, 2), (3, 4), (5, 6)).backward == (8, 10)
 
 
+def test_halves_may_take_longer_than_the_whole():
+    costs = Costs((1, 2), (3, 4), (5, 6), splitting=0.25)
+    assert costs.backward == (6.4, 8)
+    assert [costs.of(parse(text)) for text in ("1F0", "1I0", "1W0", "1B0")] == [2, 4, 6, 8]
+    assert costs.work(1) == 10
+
+
 @pytest.mark.parametrize(("text", "time"), [("0F7", 1), ("1F7", 2), ("0I7", 3), ("1I7", 4), ("0W7", 5), ("1W7", 6),
                                             ("0B7", 8), ("1B7", 10)])
 def test_the_time_of_an_action(text, time):

@@ -12,8 +12,11 @@ from deepspeed_prt.program.bounds import lower_bound
 from deepspeed_prt.program.build import build
 from deepspeed_prt.program.costs import Costs
 from deepspeed_prt.program.orders import ORDERS
+from deepspeed_prt.program.orders.zero_bubble import zero_bubble
 from deepspeed_prt.program.placement import Placement
+from deepspeed_prt.program.program import complete
 from deepspeed_prt.program.simulator import simulate
+from deepspeed_prt.program.verifier import verify
 
 from .common import (
     BI,
@@ -363,6 +366,40 @@ def test_zero_bubble_with_reuse_in_a_loop():
         0F0 0F1 2F0 2F1 2I0 2W0 2I1 0I0 0I1 2W1 0W0 0W1
         1F0 1F1 3F0 3I0 3F1 3I1 1I0 1I1 3W0 3W1 1W0 1W1
     """)
+
+
+@pytest.mark.parametrize(("split_from", "table"), [
+    (1, """
+        0F0 0F1 2F0 2F1 2I0 2W0 2I1 0B0 0B1 2W1
+        1F0 1F1 3F0 3I0 3F1 3I1 1I0 1I1 3W0 3W1 1W0 1W1
+    """),
+    (2, """
+        0F0 0F1 2F0 2F1 2I0 2W0 2I1 2W1 0B0 0B1
+        1F0 1F1 3F0 3I0 3F1 3I1 1B0 1B1 3W0 3W1
+    """),
+    (3, """
+        0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
+        1F0 1F1 3F0 3I0 3F1 3I1 1B0 1B1 3W0 3W1
+    """),
+])
+def test_zero_bubble_may_keep_the_backwards_of_the_first_stages_whole(split_from, table):
+    placement = Placement("loop", 2, 2)
+    rows = zero_bubble(placement, 2, 2, Costs.uniform(placement), split_from)
+    assert table_of(rows) == lines(table)
+    program = complete("by hand", rows, placement, 2, 2)
+    verify(program)
+    assert program.split_stages == set(range(split_from, 4))
+
+
+@settings(max_examples=60, deadline=None)
+@given(placements(), st.integers(1, 9), st.data())
+def test_any_part_of_the_stages_may_be_split(placement, micro_batches, data):
+    split_from = data.draw(st.integers(0, placement.stages))
+    cap = data.draw(st.integers(1, placement.ranks))
+    rows = zero_bubble(placement, micro_batches, cap, data.draw(whole_costs(placement)), split_from)
+    program = complete("by hand", rows, placement, micro_batches, cap)
+    verify(program)
+    assert program.split_stages == set(range(split_from, placement.stages))
 
 
 def test_zero_bubble_in_both_directions():

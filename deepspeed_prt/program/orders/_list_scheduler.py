@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from math import ceil
 from typing import Literal, get_args
 
-from ..actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Kind, Row
+from ..actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Row
 from ..bounds import lower_bound
 from ..costs import Costs
 from ..placement import Placement
@@ -44,7 +44,7 @@ class Scheduled:
 
 
 def best_of_groups(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs,
-                   split: bool, preferences: Sequence[Preference] = PREFERENCES) -> tuple[Row, ...]:
+                   split_from: int, preferences: Sequence[Preference] = PREFERENCES) -> tuple[Row, ...]:
     """The shortest of :func:`list_schedule` over sizes of groups, from p micro-batches down, and over preferences.
 
     Larger groups run ahead further and need more room; which is best depends on the sizes and the cap. Stops at the
@@ -58,14 +58,14 @@ def best_of_groups(placement: Placement, micro_batches: int, max_in_flight: floa
         raise ValueError(f"max_in_flight {max_in_flight:g} is too small: a rank holds at least 1 micro-batch")
     pairs = placement.stages * micro_batches
     patience = _PATIENCE_IF_LARGE if pairs >= LARGE else _PATIENCE
-    bound = lower_bound(placement, micro_batches, costs, split) * (1 + _SAME_TIME)
+    bound = lower_bound(placement, micro_batches, costs, split_from < placement.stages) * (1 + _SAME_TIME)
     best: Scheduled | None = None
     best_size = 0
     sizes = group_sizes(placement, micro_batches)
     for preference in preferences[:1] if pairs >= LARGE else preferences:
         no_better = 0
         for size in sizes:
-            scheduled = list_schedule(placement, micro_batches, size, max_in_flight, costs, split, preference)
+            scheduled = list_schedule(placement, micro_batches, size, max_in_flight, costs, split_from, preference)
             if scheduled is None:
                 continue
             if best is None or scheduled.makespan < best.makespan * (1 - _SAME_TIME):
@@ -82,7 +82,7 @@ def best_of_groups(placement: Placement, micro_batches: int, max_in_flight: floa
     return best.rows
 
 
-def varied_schedule(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs, split: bool,
+def varied_schedule(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs, split_from: int,
                     preference: Preference, seed: int) -> tuple[Row, ...] | None:
     """One list schedule for slightly wrong costs and a group drawn by ``seed``; None where that gives none.
 
@@ -98,7 +98,7 @@ def varied_schedule(placement: Placement, micro_batches: int, max_in_flight: flo
     assumed = replace(costs, forward=vary(costs.forward), input_grad=vary(costs.input_grad),
                       weight_grad=vary(costs.weight_grad), latency=latency)
     group = draw.choice(group_sizes(placement, micro_batches))
-    scheduled = list_schedule(placement, micro_batches, group, max_in_flight, assumed, split, preference)
+    scheduled = list_schedule(placement, micro_batches, group, max_in_flight, assumed, split_from, preference)
     return None if scheduled is None else scheduled.rows
 
 
@@ -118,11 +118,12 @@ _SAME_TIME = 1e-9
 
 
 def list_schedule(placement: Placement, micro_batches: int, group: int, max_in_flight: float, costs: Costs,
-                  split: bool, preference: Preference) -> Scheduled | None:
+                  split_from: int, preference: Preference) -> Scheduled | None:
     """Backwards (or input gradients) and forwards as is preferred, weight gradients when nothing else can run.
 
-    Each kind goes by its place in the rank's sequences. A forward may overtake others of its rank only while room for
-    those is left under ``max_in_flight``; where the ranks wait for each other's room for ever, there is no schedule.
+    Stages from ``split_from`` on split their backwards. Each kind goes by its place in the rank's sequences. A forward
+    may overtake others of its rank only while room for those is left under ``max_in_flight``; where the ranks wait for
+    each other's room for ever, there is no schedule.
     """
     forwards, backwards = sequences(placement, micro_batches, group)
     stages, routes, pipes = placement.stages, placement.routes, placement.pipes
@@ -132,9 +133,8 @@ def list_schedule(placement: Placement, micro_batches: int, group: int, max_in_f
         for row in lists:
             for place, (stage, micro_batch) in enumerate(row):
                 places[stage * micro_batches + micro_batch] = place
-    kind_back: Kind = INPUT_GRAD if split else BACKWARD
     time_forward, time_weight = costs.forward, costs.weight_grad
-    time_back = costs.input_grad if split else costs.backward
+    time_back = costs.backward[:split_from] + costs.input_grad[split_from:]
     hop = [costs.hop * placement.is_remote(stage) for stage in range(stages + 1)]
 
     ranks = range(placement.ranks)
@@ -180,9 +180,10 @@ def list_schedule(placement: Placement, micro_batches: int, group: int, max_in_f
                 prefers_forward[rank] = after_forward
             elif ready_back[rank]:
                 _, stage, micro_batch = heappop(ready_back[rank])
-                rows[rank].append(Action(stage, kind_back, micro_batch))
+                is_split = stage >= split_from
+                rows[rank].append(Action(stage, INPUT_GRAD if is_split else BACKWARD, micro_batch))
                 end = now + time_back[stage]
-                if split:
+                if is_split:
                     ready_weight[rank].append((stage, micro_batch))
                 else:
                     freed[rank] += 1
@@ -201,7 +202,7 @@ def list_schedule(placement: Placement, micro_batches: int, group: int, max_in_f
             busy_until[rank] = end
             makespan = max(makespan, end)
             heappush(events, (end, rank, -1, 0, False))
-    if done < stages * micro_batches * (3 if split else 2):
+    if done < (3 * stages - split_from) * micro_batches:
         return None
     return Scheduled(tuple(map(tuple, rows)), makespan)
 

@@ -22,4 +22,4 @@ def alternating(placement: Placement, micro_batches: int, max_in_flight: float, 
     Raises:
         ValueError: ``max_in_flight`` is less than one micro-batch.
     """
-    return best_of_groups(placement, micro_batches, max_in_flight, costs, split=False, preferences=ALTERNATING)
+    return best_of_groups(placement, micro_batches, max_in_flight, costs, placement.stages, preferences=ALTERNATING)

@@ -20,4 +20,4 @@ def backward_first(placement: Placement, micro_batches: int, max_in_flight: floa
     Raises:
         ValueError: ``max_in_flight`` is less than one micro-batch.
     """
-    return best_of_groups(placement, micro_batches, max_in_flight, costs, split=False, preferences=BACKWARD_FIRST)
+    return best_of_groups(placement, micro_batches, max_in_flight, costs, placement.stages, preferences=BACKWARD_FIRST)

@@ -12,8 +12,12 @@ from ..placement import Placement
 from ._list_scheduler import best_of_groups
 
 
-def zero_bubble(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs) -> tuple[Row, ...]:
+def zero_bubble(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs,
+                split_from: int = 0) -> tuple[Row, ...]:
     """Input gradients first, weight gradients when nothing else can run, within ``max_in_flight``.
+
+    Stages below ``split_from`` keep their backwards whole: the weight gradients of the others may suffice to fill what
+    would be bubble.
 
     For equal stages with F = I = W and no latency it takes as long as a rank's work and its wait for the first
     micro-batch, and no order can be shorter: in a loop in one direction with any m >= p (with reuse 1 as ZB-H1 does);
@@ -22,4 +26,4 @@ def zero_bubble(placement: Placement, micro_batches: int, max_in_flight: float, 
     Raises:
         ValueError: ``max_in_flight`` is less than one micro-batch.
     """
-    return best_of_groups(placement, micro_batches, max_in_flight, costs, split=True)
+    return best_of_groups(placement, micro_batches, max_in_flight, costs, split_from)
