@@ -285,7 +285,7 @@ class Interpreter(PipelineEngine):
         self._exec_weight_grad_pass(buffer_id, stage, micro_batch)
 
     def _exec_input_grad_pass(self, buffer_id: int, stage: int, micro_batch: int) -> None:
-        """All of the backward but what the layers defer; everything, where the program splits nothing."""
+        """All of the backward but what the layers defer; everything, in a stage that is not split."""
         assert self.optimizer is not None, "must provide optimizer during init in order to use backward"
         buffers = self.pipe_buffers
         output: _Output | None = buffers['output_tensors'][buffer_id]

@@ -21,7 +21,7 @@ _GAIN = 0.01
 """The part of a step that another order has to promise to save."""
 
 _SPLITTING = 0.25
-"""The part of a step that splitting backwards may cost, which the times of the halves do not show."""
+"""The part of a step that splitting backwards may cost, which the times of the halves need not show."""
 
 
 class Planner:

@@ -26,7 +26,8 @@ def build(schedule: str, placement: Placement, micro_batches: int, max_in_flight
         micro_batches: m, at least 1.
         max_in_flight: cap on the activations of a rank, in micro-batches of a whole rank; see :func:`default_cap`.
         costs: what orders that depend on costs assume; by default equal stages with F = I = W.
-        split: split the backwards (True), keep them whole (False), or as the schedule has it (None).
+        split: split the backwards (True; with ``"auto"`` where that shortens the step), keep them whole (False), or as
+            the schedule has it (None).
         trials: of ``"auto"``, and of named orders that depend on costs, which are searched for variations of their own
             then; see :func:`~deepspeed_prt.program.search.search`.
 

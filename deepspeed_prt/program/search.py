@@ -41,6 +41,9 @@ _WHOLE_PARTS = (0.75, 0.5, 0.25, 0)
 _VARIED = {False: ["backward_first", "alternating"], True: ["zero_bubble"]}
 """The orders to try variations of, by whether they split backwards."""
 
+_CLOSE = 1.02
+"""How much longer than the best an order may be for variations of it to be worth trying."""
+
 
 class _Kind(NamedTuple):
     """A named order worth making.
@@ -77,10 +80,11 @@ def search(placement: Placement, micro_batches: int, max_in_flight: float, costs
 
     Of equally short ones the one that splits the fewest backwards wins, then the one that holds less; but the search
     ends at the first that no order can beat (at one with split backwards only where none without can be as short), and
-    those that split fewer come first. Where there is none, the shortest are improved, which keep their names. The
-    orders that win most often are made under several assumptions, as little differences lead list schedulers astray:
-    the costs, costs without time for messages, and both with equal stages. Where messages take no time, little is
-    assumed first: of the orders that none can beat, one that expects to wait for messages then wins. Deterministic.
+    those that split fewer stages come first. Where there is none, the shortest are improved, which keep their names.
+    The orders that win most often are made under several assumptions, as little differences lead list schedulers
+    astray: the costs, costs without time for messages, and both with equal stages. Where messages take no time, little
+    is assumed first for orders that split all or none: of those that none can beat, one that expects to wait for
+    messages then wins. Deterministic.
 
     Args:
         placement: ranks, reuse, route and direction.
@@ -148,16 +152,19 @@ def search(placement: Placement, micro_batches: int, max_in_flight: float, costs
 
 
 def _to_vary(found: Sequence["_Found"], is_split: bool) -> list[_Kind]:
-    """The kinds of orders to try variations of, with all the parts of stages to split that have been tried."""
-    parts = {order.kind.split_from for order in found} if is_split else {0}
+    """The kinds of orders to try variations of, with the parts of stages to split that came close to the best."""
+    alike = [order for order in found if order.is_split == is_split]
+    close = _CLOSE * min((order.makespan for order in alike), default=0.0)
+    parts = {0, *(order.kind.split_from for order in alike if order.makespan <= close)}
     return [_Kind(name, split_from=split_from) for name in _VARIED[is_split] for split_from in sorted(parts)]
 
 
 def _shortest(found: Sequence["_Found"], kinds: Sequence[bool], count: int) -> list["_Found"]:
-    """The ``count`` shortest of each kind of backward, one of each length."""
+    """The ``count`` shortest of each kind of backward, of each length the best one."""
     shortest: list[_Found] = []
+    worst_first = sorted(found, key=lambda order: (order.splits, order.peak), reverse=True)
     for is_split in kinds:
-        unlike = {order.makespan: order for order in found if order.is_split == is_split}
+        unlike = {order.makespan: order for order in worst_first if order.is_split == is_split}
         shortest += [unlike[makespan] for makespan in sorted(unlike)[:count]]
     return shortest
 

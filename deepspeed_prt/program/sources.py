@@ -26,7 +26,7 @@ def program_from(schedule: str, placement: Placement, micro_batches: int, max_in
         micro_batches: m.
         max_in_flight: cap on a rank's activations; see :func:`~deepspeed_prt.program.build.default_cap`.
         costs: what orders that depend on costs assume; see :func:`~deepspeed_prt.program.build.build`.
-        split: split the backwards (True), keep them whole (False), or as the schedule has it (None).
+        split: as of :func:`~deepspeed_prt.program.build.build`.
         trials: of ``"auto"``; see :func:`~deepspeed_prt.program.search.search`.
 
     Raises:

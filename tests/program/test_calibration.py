@@ -47,12 +47,24 @@ def partly_split(stages: int) -> Program:
 
 
 def test_what_the_halves_of_whole_backwards_would_take() -> None:
-    """Halves take 3 forwards and whole backwards 2, so halves take half as long again; I is two thirds of them."""
-    costs = costs_of_stages(partly_split(4), (1.0, 2.0, 1.0, 2.0), (2.0, 4.0, 2.0, 4.0), (0.0, 0.0, 1.0, 2.0))
-    assert costs.splitting == pytest.approx(0.5)
+    """Halves take 3 forwards and whole backwards 2.5, so halves take a fifth more; I is two thirds of them."""
+    costs = costs_of_stages(partly_split(4), (1.0, 2.0, 1.0, 2.0), (2.5, 5.0, 2.0, 4.0), (0.0, 0.0, 1.0, 2.0))
+    assert costs.splitting == pytest.approx(0.2)
     assert costs.input_grad == pytest.approx((2.0, 4.0, 2.0, 4.0))
     assert costs.weight_grad == pytest.approx((1.0, 2.0, 1.0, 2.0))
-    assert costs.backward == pytest.approx((2.0, 4.0, 2.0, 4.0)), "what was measured, where it was"
+    assert costs.backward == pytest.approx((2.5, 5.0, 2.5, 5.0)), "what was measured, where it was"
+
+
+@pytest.mark.parametrize(("stages", "times", "splitting"), [
+    (2, [(1, 0), (1, 1)], 0), (4, [(1, 0), (2, 0), (1, 1), (1, 1)], 0), (4, [(2, 0), (2, 0), (1, 1), (5, 5)], 0),
+    (4, [(1, 0), (1.8, 0), (1, 1), (1, 1)], 1 / 9), (4, [(2, 0), (1, 0), (1, 1), (1, 1)], 0.25)])
+def test_first_and_last_stages_are_no_measure_and_a_lot_is_not_believed(stages: int, times: list[tuple[float, float]],
+                                                                       splitting: float) -> None:
+    """A first stage whose data need no gradient has half a backward; a last one may have a large head."""
+    input_grad, weight_grad = zip(*times, strict=True)
+    costs = costs_of_stages(partly_split(stages), [1] * stages, input_grad, weight_grad)
+    assert costs.splitting == pytest.approx(splitting)
+    assert costs.backward[:stages // 2] == pytest.approx(input_grad[:stages // 2])
 
 
 def test_one_odd_stage_does_not_make_splitting_costly() -> None:
@@ -66,7 +78,9 @@ def test_stages_that_take_no_time_say_nothing() -> None:
     assert costs.splitting == 0
     costs = costs_of_stages(partly_split(4), (1.0, 1.0, 0.0, 0.0), (2.0, 2.0, 1.0, 1.0), (0.0, 0.0, 1.0, 1.0))
     assert costs.splitting == 0
-    assert costs.backward == pytest.approx((2.0, ) * 4)
+    assert costs.backward[:2] == pytest.approx((2.0, ) * 2)
+    costs = costs_of_stages(partly_split(4), (1, ) * 4, (2, 2, 0, 0), (0, ) * 4)
+    assert costs.backward == pytest.approx((2, 2, 0, 0))
 
 
 @pytest.mark.parametrize("split", [False, True])

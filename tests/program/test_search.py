@@ -210,6 +210,14 @@ def test_only_stages_whose_splitting_shortens_the_step_are_split(ranks, reuse, d
     assert whole == set(range(placement.stages - split))
 
 
+def test_what_splits_fewer_is_improved_where_it_is_as_short():
+    placement = Placement("loop", 4, 1, BI)
+    costs = Costs.uniform(placement, latency=0.25)
+    program = build("auto", placement, 5, costs=costs)
+    assert makespan(program, costs) == 18.25
+    assert sum(action.kind == "I" for row in program.rows for action in row) == 15, "of 20"
+
+
 @pytest.mark.parametrize(("direction", "splitting"), [("unidirectional", 0.03), ("unidirectional", 0.1), (BI, 0.03)])
 def test_where_halves_take_longer_than_the_whole_fewer_backwards_are_split(direction, splitting):
     placement = Placement("loop", 4, 4, direction)
