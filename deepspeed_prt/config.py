@@ -39,7 +39,8 @@ class PRTConfig(DeepSpeedConfigModel):
     """Compute order: a name, the path of a CSV file, or ``package.module:function``."""
 
     split_backward: Literal["auto"] | StrictBool = "auto"
-    """Whether input and weight gradients are separate actions; "auto" splits where that makes the step shorter."""
+    """Whether input and weight gradients are separate actions, in the stages where that makes the step shorter; "auto"
+    may also split none."""
 
     max_in_flight: PositiveFloat | None = None
     """Cap on a rank's activations, in micro-batches of a whole rank; null is p."""
