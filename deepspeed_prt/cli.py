@@ -54,8 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--direction", choices=DIRECTIONS, default="unidirectional",
                       help="whether micro-batches enter at rank 0, or in turn at both ends")
     plan.add_argument("--split-backward", choices=list(_SPLIT), default="auto",
-                      help="whether input and weight gradients are separate actions, in the stages where that "
-                      "shortens the step; auto: may also split none, or is as the schedule has it")
+                      help="whether input and weight gradients are separate actions: with schedule auto in the stages "
+                      "where that shortens the step, otherwise in all; auto: may also split none, and leaves named "
+                      "schedules as they are")
     plan.add_argument("--forward-ms", type=_milliseconds, default=1.0, help="forward time")
     plan.add_argument("--input-grad-ms", type=_milliseconds, default=1.0, help="time of the input gradients")
     plan.add_argument("--weight-grad-ms", type=_milliseconds, default=1.0, help="time of the weight gradients")

@@ -39,8 +39,8 @@ class PRTConfig(DeepSpeedConfigModel):
     """Compute order: a name, the path of a CSV file, or ``package.module:function``."""
 
     split_backward: Literal["auto"] | StrictBool = "auto"
-    """Whether input and weight gradients are separate actions, in the stages where that makes the step shorter; "auto"
-    may also split none."""
+    """Whether input and weight gradients are separate actions: with ``schedule`` "auto" in the stages where that makes
+    the step shorter, otherwise in all. "auto" may also split none, and leaves named schedules as they are."""
 
     max_in_flight: PositiveFloat | None = None
     """Cap on a rank's activations, in micro-batches of a whole rank; null is p."""

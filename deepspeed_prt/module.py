@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -104,7 +105,7 @@ class PRTPipelineModule(PipelineModule):
     def stage_of(self, layer_idx: int) -> int:
         """The stage that holds a layer."""
         assert 0 <= layer_idx < self._num_layers
-        return next(stage for stage in range(self.placement.stages) if layer_idx < self.parts[stage + 1])
+        return bisect_right(self.parts, layer_idx, lo=1) - 1
 
     def stage_owner(self, layer_idx: int) -> int:
         """The pipeline rank that holds a layer; of two copies, the one of the down pipe, which counts."""

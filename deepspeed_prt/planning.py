@@ -7,6 +7,7 @@ from .config import PRTConfig
 from .control import Control
 from .errors import PRTConfigError, as_config_errors
 from .profile import Measurement, measured_costs
+from .program.calibration import MOST_SPLITTING
 from .program.costs import Costs
 from .program.orders import ORDERS
 from .program.placement import Placement
@@ -19,9 +20,6 @@ _TRIALS, _TRIED_VISITS = 200, 60_000
 
 _GAIN = 0.01
 """The part of a step that another order has to promise to save."""
-
-_SPLITTING = 0.25
-"""The part of a step that splitting backwards may cost, which the times of the halves need not show."""
 
 
 class Planner:
@@ -65,7 +63,7 @@ class Planner:
 
         These are the best one (of those with its name, where the user gave one), if it promises to save enough; and
         with ``"auto"``, where backwards need not be split, the best that splits none: halves take longer than the
-        whole, but how much longer is only seen by trying.
+        whole, but how much longer is only seen by trying; a step is longer by ``MOST_SPLITTING`` of it at most.
         """
         costs = measured_costs(program, measurements)
         is_auto = self._section.schedule == "auto"
@@ -80,7 +78,7 @@ class Planner:
         chosen = []
         for candidate in candidates:
             after = simulate(candidate, costs).makespan
-            worth = 1 + _SPLITTING if program.is_split and not candidate.is_split else 1 - _GAIN
+            worth = 1 + MOST_SPLITTING if program.is_split and not candidate.is_split else 1 - _GAIN
             if after < before * worth:
                 print(f"deepspeed_prt: tries {describe(candidate)}, with {_describe_costs(costs)}; predicted step "
                       f"{before:.1f} -> {after:.1f} ms", flush=True)

@@ -38,7 +38,9 @@ class World:
         self._start()
 
     def _start(self) -> None:
-        # Imports are shared, and so is the memory they take, as far as the processes leave it alone.
+        # Imports are shared, and so is the memory they take, as far as the processes leave it alone. The libraries read
+        # this when they are imported; what is forked must have no threads by then.
+        os.environ["OMP_NUM_THREADS"] = "1"
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["deepspeed.pipe", "deepspeed_prt.engine"])
         with socket.socket() as probe:
@@ -102,9 +104,9 @@ class World:
 
 
 def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
-    gc.freeze()
+    gc.freeze()  # to look through what is shared would write to it
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_SIZE=str(size),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import logging
 
     import torch

@@ -11,8 +11,8 @@ from .simulator import simulate
 _STEPS = 8
 """Of bisection, to a 256th of where it starts: closer than batches are alike."""
 
-_MOST_SPLITTING = 0.25
-"""More than what halves were ever seen to take longer than the whole; stages that differ can make it seem more."""
+MOST_SPLITTING = 0.25
+"""The part by which two halves may take longer than a whole backward; stages that differ can make it seem more."""
 
 
 def costs_of_stages(program: Program, forward: Sequence[float], input_grad: Sequence[float],
@@ -35,7 +35,7 @@ def costs_of_stages(program: Program, forward: Sequence[float], input_grad: Sequ
                        if stage in stages[1:-1] and forward[stage] > 0] or [0.0])
 
     of_whole = per_forward(whole)
-    splitting = min(max(per_forward(split) / of_whole - 1, 0.0), _MOST_SPLITTING) if of_whole > 0 else 0.0
+    splitting = min(max(per_forward(split) / of_whole - 1, 0.0), MOST_SPLITTING) if of_whole > 0 else 0.0
     of_input, of_weight = (sum(times[stage] for stage in split) for times in (input_grad, weight_grad))
     share = of_input / (of_input + of_weight) if of_input > 0 else 0.5
     of_inputs, of_weights = list(input_grad), list(weight_grad)

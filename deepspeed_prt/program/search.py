@@ -162,7 +162,7 @@ def _to_vary(found: Sequence["_Found"], is_split: bool) -> list[_Kind]:
 def _shortest(found: Sequence["_Found"], kinds: Sequence[bool], count: int) -> list["_Found"]:
     """The ``count`` shortest of each kind of backward, of each length the best one."""
     shortest: list[_Found] = []
-    worst_first = sorted(found, key=lambda order: (order.splits, order.peak), reverse=True)
+    worst_first = sorted(found, key=lambda order: order[1:3], reverse=True)
     for is_split in kinds:
         unlike = {order.makespan: order for order in worst_first if order.is_split == is_split}
         shortest += [unlike[makespan] for makespan in sorted(unlike)[:count]]
@@ -218,10 +218,10 @@ def _kinds(placement: Placement, is_large: bool, whole_first: bool, split: bool 
     whole = [_Kind(name) for name in wholes]
     if split is False:
         return whole
-    in_halves = splits + [_Kind(name, is_cut=True) for name in wholes if not is_large]
+    kinds = splits + [_Kind(name, is_cut=True) for name in wholes if not is_large]
     if not split:
-        in_halves = whole + in_halves if whole_first else in_halves + whole
-    return list(dict.fromkeys(in_halves))
+        kinds = whole + kinds if whole_first else kinds + whole
+    return list(dict.fromkeys(kinds))
 
 
 class _Found(NamedTuple):

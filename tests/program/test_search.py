@@ -254,7 +254,7 @@ def test_with_unequal_stages_it_is_close_to_the_bound_and_never_worse_than_a_nam
     assert max(over_the_bound) < 0.15
 
 
-MESSAGES = [("unidirectional", 8), ("bidirectional", 2), ("bidirectional", 4)]
+MESSAGES = [("unidirectional", 4), ("unidirectional", 8), ("bidirectional", 2), ("bidirectional", 4)]
 
 
 @pytest.mark.parametrize(("direction", "reuse"), MESSAGES)
@@ -266,7 +266,8 @@ def test_with_messages_that_take_time_another_order_is_shorter_than_without(dire
         build("auto", placement, 8), build("auto", placement, 8, costs=costs),
         build("auto", placement, 8, costs=costs, trials=20)))
     assert varied <= found <= naive
-    assert varied < 0.99 * naive
+    # With reuse 4 in one direction the order made without latency is a good one, as it splits few backwards.
+    assert varied < (1 if (direction, reuse) == ("unidirectional", 4) else 0.99) * naive
 
 
 def test_variations_are_the_same_every_time_and_keep_the_cap():
