@@ -28,7 +28,7 @@ HEADER_SIZE = 256
 """Numbers in a header: enough for about 30 tensors."""
 
 
-Boundary: TypeAlias = "tuple[str, int, int]"
+Boundary: TypeAlias = tuple[str, int, int]
 """Where an activation passes: the mode (``"train"`` or ``"eval"``), the stage that sends it, and the pipe."""
 
 
@@ -49,9 +49,9 @@ class MessageSpec(NamedTuple):
     @classmethod
     def of(cls, value: torch.Tensor | tuple[torch.Tensor, ...]) -> "MessageSpec":
         """Describe an activation."""
-        is_tuple = not torch.is_tensor(value)
-        tensors = value if is_tuple else (value, )
-        return cls(is_tuple, tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors))
+        if isinstance(value, torch.Tensor):
+            return cls(False, (TensorSpec(tuple(value.shape), value.dtype, value.requires_grad), ))
+        return cls(True, tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in value))
 
     def gradients(self) -> list[TensorSpec]:
         """What comes back for it: a gradient for each tensor that requires one."""
@@ -59,9 +59,10 @@ class MessageSpec(NamedTuple):
 
 
 class Receive:
-    """One message on its way in."""
+    """One message on its way in: from which rank, and past which boundary, if it is an activation."""
 
-    def __init__(self, boundary: Boundary, spec: MessageSpec | None) -> None:
+    def __init__(self, source: int, boundary: Boundary | None, spec: MessageSpec | None) -> None:
+        self.source = source
         self.boundary = boundary
         self.spec = spec
         self.tensors: list[torch.Tensor] = []
@@ -143,17 +144,18 @@ class Channels:
             PRTError: its shape is not the agreed one.
         """
         tensors = _ready([tensor.detach() for tensor in (value if spec.is_tuple else (value, ))])
-        if self._needs_header(boundary):
+        agreed = None if self._dynamic_shape else self._agreed.get(boundary)
+        if agreed is None:
             self._send(_write_header(spec, self._device), target)
-            self._agreed[boundary] = spec
-        elif not _fits(spec, self._agreed[boundary]):
-            raise PRTError(f"stage {boundary[1]} sends {_describe(spec)} but {_describe(self._agreed[boundary])} was "
+            self._agreed[boundary] = agreed = spec
+        elif spec != agreed and not _fits(spec, agreed):
+            raise PRTError(f"stage {boundary[1]} sends {_describe(spec)} but {_describe(agreed)} was "
                            "agreed in an earlier micro-batch; give PipelineModule dynamic_shape=True, make every "
                            "micro-batch alike (drop_last), or call engine.reset_activation_shape() on every rank "
                            "between batches, as after layers have been unfrozen")
         for tensor in tensors:
             self._send(tensor, target)
-        return self._agreed[boundary]
+        return agreed
 
     def send_gradients(self, gradients: Sequence[torch.Tensor], target: int) -> None:
         """Start to send the gradients of a stage's input, one for each tensor that requires one."""
@@ -180,20 +182,20 @@ class Channels:
 
     def post_activation(self, boundary: Boundary, source: int) -> Receive:
         """Post the receive of a stage's input."""
-        return self._post(Receive(boundary, None), source)
+        return self._post(Receive(source, boundary, None if self._dynamic_shape else self._agreed.get(boundary)))
 
     def post_gradients(self, tensors: Sequence[TensorSpec], source: int) -> Receive:
         """Post the receive of gradients."""
-        return self._post(Receive(("gradient", -1, 0), MessageSpec(True, tuple(tensors))), source)
+        return self._post(Receive(source, None, MessageSpec(True, tuple(tensors))))
 
-    def wait(self, receive: Receive, source: int) -> list[torch.Tensor]:
+    def wait(self, receive: Receive) -> list[torch.Tensor]:
         """The tensors of a message, once they are there; to be asked for once.
 
         Raises:
             PoisonedMessage: the sender failed.
         """
         if not receive.posted:
-            self._advance(source, until=receive)
+            self._advance(receive.source, until=receive)
         works, receive._works = receive._works, []  # gloo would wait for ever for a message that came already
         for work in works:
             work.wait()
@@ -214,12 +216,16 @@ class Channels:
         # What dist.isend() does after checks that cost more than this on small messages.
         self._sending.watch(group.send([tensor], peer, 0), tensor)
 
-    def _post(self, receive: Receive, source: int) -> Receive:
-        self._expected[source].append(receive)
+    def _post(self, receive: Receive) -> Receive:
+        expected = self._expected[receive.source]
+        if not expected and receive.spec is not None:
+            self._start(receive, receive.spec)
+            return receive
+        expected.append(receive)
         try:
-            self._advance(source, until=None)
+            self._advance(receive.source, until=None)
         except BaseException:
-            self._expected[source].pop()  # so that it can be posted once more: the sender has sent it only once
+            expected.pop()  # so that it can be posted once more: the sender has sent it only once
             raise
         return receive
 
@@ -228,8 +234,9 @@ class Channels:
         expected = self._expected[source]
         while expected and not (until is not None and until.posted):
             head = expected[0]
-            if head.spec is None and not self._needs_header(head.boundary):
-                head.spec = self._agreed[head.boundary]
+            boundary = head.boundary
+            if head.spec is None and boundary is not None and not self._needs_header(boundary):
+                head.spec = self._agreed[boundary]
             if head.spec is None:
                 if head._header is None:
                     header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self._device)
@@ -240,16 +247,21 @@ class Channels:
                 spec = _read_header(head._header[0])
                 head._header = None
                 if spec is None:
-                    head.poisoned = True
+                    head.poisoned = head.posted = True
                 else:
-                    head.spec = self._agreed[head.boundary] = spec
+                    head.spec = spec
+                    if boundary is not None:
+                        self._agreed[boundary] = spec
             if head.spec is not None:
-                # All before the first is received: memory may not suffice.
-                head.tensors = [torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-                                for tensor in head.spec.tensors]
-                head._works = [self._recv(buffer, source) for buffer in head.tensors]
-            head.posted = True
+                self._start(head, head.spec)
             expected.popleft()
+
+    def _start(self, receive: Receive, spec: MessageSpec) -> None:
+        """Post the receives of a message of known shapes."""
+        # All before the first is received: memory may not suffice.
+        receive.tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype, _ in spec.tensors]
+        receive._works = [self._recv(buffer, receive.source) for buffer in receive.tensors]
+        receive.posted = True
 
     def _recv(self, buffer: torch.Tensor, source: int) -> dist.Work:
         group, peer = self._incoming[source]
@@ -331,14 +343,15 @@ def _ready(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     """What travels of a contiguous tensor: backends send no complex numbers, and NCCL no short integers."""
-    if tensor.is_complex():
+    dtype = tensor.dtype
+    if dtype.is_complex:
         return torch.view_as_real(tensor.resolve_conj())
-    return tensor.reshape(-1).view(torch.uint8) if tensor.dtype == torch.int16 else tensor
+    return tensor.reshape(-1).view(torch.uint8) if dtype == torch.int16 else tensor
 
 
 def _fits(spec: MessageSpec, agreed: MessageSpec) -> bool:
     """Whether the receiver can take ``spec`` for ``agreed``: a tensor may require no gradient where one would do."""
-    return spec == agreed or spec.is_tuple == agreed.is_tuple and len(spec.tensors) == len(agreed.tensors) and all(
+    return spec.is_tuple == agreed.is_tuple and len(spec.tensors) == len(agreed.tensors) and all(
         new.shape == old.shape and new.dtype == old.dtype and new.requires_grad <= old.requires_grad
         for new, old in zip(spec.tensors, agreed.tensors, strict=True))
 

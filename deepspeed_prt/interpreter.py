@@ -12,7 +12,8 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule as ds
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from deepspeed.runtime.utils import maybe_loss_for_backward
+from torch.autograd.graph import GradientEdge
 
 from . import schedule
 from .channels import Boundary, Channels, MessageSpec, Receive
@@ -23,7 +24,7 @@ from .program.placement import Placement
 from .replicas import ReplicaNorms, Replicas
 from .schedule import PRTSchedule
 from .split_backward import Deferred, SplitBackward, accumulate
-from .tensors import Tensors, as_tuple, detach, enter_stage, gradients_of
+from .tensors import Tensors, as_tuple, detach, edge_of, enter_stage, gradients_of, run_backward
 
 _NOTHING = nullcontext()
 
@@ -81,7 +82,7 @@ class Interpreter(PipelineEngine):
         return self._routes[micro_batch][stage]
 
     def _boundary(self, sender: int, micro_batch: int) -> Boundary:
-        return self._mode, sender, self._schedule.program.placement.pipe_of(micro_batch)
+        return self._mode, sender, self._pipes[micro_batch]
 
     def _enter(self, stage: int, micro_batch: int) -> None:
         """Let this engine and its module be those of one stage, until the next one or the end of the batch."""
@@ -95,15 +96,21 @@ class Interpreter(PipelineEngine):
         """
         return not (isinstance(self.optimizer, ZeROOptimizer) or self.engine_timers.active_timers()
                     or self.memory_breakdown() or self.autotuning_profile_model_info() or self.is_deepcompile_enabled()
-                    or self.fp16_auto_cast() or self.torch_autocast_enabled()
+                    or self._is_compiled_autograd_enabled or self.fp16_auto_cast() or self.torch_autocast_enabled()
                     or torch.is_autocast_enabled(self.device.type) or self.random_ltd_enabled())
 
-    def _forward_prologue(self, inputs: Any, kwargs: Any) -> Any:
-        return None if self._is_plain else super()._forward_prologue(inputs, kwargs)
+    def _create_module_forward_pre_hook(self) -> None:
+        """No hook, but :meth:`_full_forward`: with any, calling the module costs more than a small stage's compute."""
 
-    def _forward_epilogue(self) -> None:
-        if not self._is_plain:
-            super()._forward_epilogue()
+    def _create_module_forward_post_hook(self) -> None:
+        """As for the hook before."""
+
+    def _full_forward(self, inputs: Tensors) -> Any:
+        """What DeepSpeedEngine does in a forward, and in the hooks that it has on its module."""
+        changed = self._forward_prologue((inputs, ), {})
+        outputs = DeepSpeedEngine.forward(self, inputs if changed is None else changed[0][0])
+        self._forward_epilogue()
+        return outputs
 
     def _backward_prologue_per_tensor(self, grad: torch.Tensor) -> torch.Tensor:
         # The loss is scaled before its backward; gradients between stages are scaled already.
@@ -117,11 +124,11 @@ class Interpreter(PipelineEngine):
         self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
         self._losses.clear()
         placement = pipe_schedule.program.placement
-        self._routes = [placement.routes[placement.pipe_of(micro_batch)]
-                        for micro_batch in range(pipe_schedule.micro_batches)]
+        self._pipes = [placement.pipe_of(micro_batch) for micro_batch in range(pipe_schedule.micro_batches)]
+        self._routes = [placement.routes[pipe] for pipe in self._pipes]
         self._is_plain = self._has_nothing_around_passes()
         if self._is_plain:
-            super()._forward_prologue((), {})  # starts the throughput timer
+            self._forward_prologue((), {})  # starts the throughput timer
         self._first_micro_offset = self.module.micro_offset
         self._replica_norms.begin()
 
@@ -204,11 +211,11 @@ class Interpreter(PipelineEngine):
 
     def _exec_forward_pass(self, buffer_id: int, stage: int, micro_batch: int) -> None:
         buffers = self.pipe_buffers
-        inputs = self._take_inputs(buffer_id, stage, micro_batch)
+        inputs = self._take_inputs(buffer_id)
         if self._profile is not None:
             self._profile.begin("F", stage)
         self._enter(stage, micro_batch)
-        outputs = self.module(inputs) if self._is_plain else DeepSpeedEngine.forward(self, inputs)
+        outputs = self.module(inputs) if self._is_plain else self._full_forward(inputs)
         # Activation checkpointing keeps state of a training forward, which evaluation has no use for.
         if not self.module.training:
             ds_checkpointing.reset()
@@ -222,7 +229,7 @@ class Interpreter(PipelineEngine):
             raise PRTError(f"stage {stage} returns {what}; the layer at the end of a stage has to return a tensor or a "
                            'tuple of tensors; set "partition" to boundaries between layers that do, or lower "reuse"')
         if torch.is_grad_enabled():
-            edges = {index: get_gradient_edge(tensor) for index, tensor in enumerate(as_tuple(outputs))
+            edges = {index: edge_of(tensor) for index, tensor in enumerate(as_tuple(outputs))
                      if tensor.requires_grad}
             buffers['output_tensors'][buffer_id] = _Output(edges, MessageSpec.of(outputs))
         if self.placement.is_remote(stage + 1):
@@ -234,11 +241,11 @@ class Interpreter(PipelineEngine):
             buffers['inputs'][self._schedule.buffer_of(stage + 1, micro_batch)] = \
                 copies[0] if torch.is_tensor(outputs) else copies
 
-    def _take_inputs(self, buffer_id: int, stage: int, micro_batch: int) -> Tensors:
+    def _take_inputs(self, buffer_id: int) -> Tensors:
         """A stage's inputs: loaded, received or left by the stage below, fit to be changed in place."""
         receive: Receive | None = self.pipe_buffers['receives'][buffer_id]
         if receive is not None:
-            tensors = self._wait(receive, self._rank_of(stage - 1, micro_batch))
+            tensors = self._wait(receive)
             assert receive.spec is not None
             for tensor, spec in zip(tensors, receive.spec.tensors, strict=True):
                 tensor.requires_grad_(spec.requires_grad)
@@ -247,11 +254,11 @@ class Interpreter(PipelineEngine):
                 self.pipe_buffers['receives'][buffer_id] = None
         return enter_stage(self.pipe_buffers['inputs'][buffer_id])
 
-    def _wait(self, receive: Receive, source: int) -> list[torch.Tensor]:
+    def _wait(self, receive: Receive) -> list[torch.Tensor]:
         """A message that a pass needs; the time until it is there is no part of any pass."""
         if self._profile is not None:
             self._profile.end()
-        return self._channels.wait(receive, source)
+        return self._channels.wait(receive)
 
     def _compute_micro_batch_loss(self, buffer_id: int, micro_batch: int, outputs: Any) -> None:
         labels = self.pipe_buffers['labels'][buffer_id]
@@ -291,7 +298,7 @@ class Interpreter(PipelineEngine):
         output: _Output | None = buffers['output_tensors'][buffer_id]
         gradients = buffers['grads'][buffer_id]
         if isinstance(gradients, Receive):
-            gradients = self._wait(gradients, self._rank_of(stage + 1, micro_batch))
+            gradients = self._wait(gradients)
         if self._profile is not None:
             self._profile.begin("I", stage)
         separate = self._separate_gradients(stage) if stage in self._tied_again else _NOTHING
@@ -301,7 +308,7 @@ class Interpreter(PipelineEngine):
             if stage == self._last_stage:
                 loss = buffers['losses'][buffer_id]
                 buffers['losses'][buffer_id] = None
-                DeepSpeedEngine.backward(self, loss)
+                self._backward_from_loss(loss)
                 del loss
             else:
                 assert output is not None
@@ -324,6 +331,12 @@ class Interpreter(PipelineEngine):
             with self._engine_backward():
                 accumulate(deferred, None if self._is_plain else self._backward_prologue)
 
+    def _backward_from_loss(self, loss: Any) -> None:
+        if self._is_plain and maybe_loss_for_backward(loss):
+            torch.autograd.backward(loss / self.gradient_accumulation_steps())
+        else:
+            DeepSpeedEngine.backward(self, loss)
+
     def _backward_from(self, output: _Output, gradients: Sequence[torch.Tensor]) -> None:
         """Back-propagate the gradients of a stage's output, all tensors together."""
         expected = [index for index, tensor in enumerate(output.spec.tensors) if tensor.requires_grad]
@@ -333,7 +346,7 @@ class Interpreter(PipelineEngine):
             return
         # The hooks that DeepSpeed put on the outputs run the prologue.
         with self._engine_backward():
-            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
+            run_backward(*zip(*pairs, strict=True))
 
     def _engine_backward(self) -> AbstractContextManager[None]:
         """What DeepSpeedEngine.backward() does around a backward, but for its prologue."""
@@ -406,7 +419,7 @@ class Interpreter(PipelineEngine):
             if buffers['receives'][buffer_id] is None:
                 self._exec_recv_activations(buffer_id, stage, micro_batch)
         elif kind is schedule.ForwardPass:
-            self._absorb(buffers['receives'][buffer_id], stage - 1, micro_batch)
+            self._absorb(buffers['receives'][buffer_id])
             if self._mode == "eval":
                 buffers['receives'][buffer_id] = None
             buffers['output_tensors'][buffer_id] = None
@@ -417,7 +430,7 @@ class Interpreter(PipelineEngine):
             if buffers['grads'][buffer_id] is None and buffers['output_tensors'][buffer_id] is not None:
                 self._exec_recv_grads(buffer_id, stage, micro_batch)
         elif kind in (schedule.BackwardPass, schedule.InputGradPass):
-            self._absorb(buffers['grads'][buffer_id], stage + 1, micro_batch)
+            self._absorb(buffers['grads'][buffer_id])
             buffers['output_tensors'][buffer_id] = buffers['grads'][buffer_id] = None
         elif kind is schedule.SendGrad:
             receive: Receive | None = buffers['receives'][buffer_id]
@@ -432,11 +445,11 @@ class Interpreter(PipelineEngine):
             buffers[key][:] = [None] * len(buffers[key])
         buffers["output_tensors"][:] = [output and output._replace(edges={}) for output in buffers["output_tensors"]]
 
-    def _absorb(self, message: Any, source_stage: int, micro_batch: int) -> None:
+    def _absorb(self, message: Any) -> None:
         if isinstance(message, Receive) and not message.poisoned:
             # It may be poisoned as well; the failure that counts is known already.
             with suppress(PoisonedMessage):
-                self._channels.wait(message, self._rank_of(source_stage, micro_batch))
+                self._channels.wait(message)
 
     def _discard_batch(self) -> None:
         """Forget everything of a batch that failed: activations, gradients and timers that still run."""

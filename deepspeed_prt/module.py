@@ -87,6 +87,8 @@ class PRTPipelineModule(PipelineModule):
         self.layer_ids = []
         self._ranges: dict[int, tuple[int, int]] = {}
         self._checkpointable: dict[int, list[bool]] = {}
+        self._whole: dict[str, Any] = {}
+        self._views: dict[int, dict[str, Any]] = {}
         for stage in placement.stages_on(self.stage_id):
             start = len(self.layer_ids)
             self.layer_ids += range(parts[stage], parts[stage + 1])
@@ -152,28 +154,46 @@ class PRTPipelineModule(PipelineModule):
             stage: one of this rank's stages.
             micro_offset: how many micro-batches came before this one, which seeds the layers under ``seed_layers``.
         """
+        view = self._views.get(stage) or self._view(stage)
         # Past nn.Module.__setattr__, which would be a good part of the cost of a small stage.
         attributes = self.__dict__
-        whole: dict[str, Any] = attributes.setdefault("_whole", {})
-        if not whole:
-            whole.update((name, attributes[name]) for name in _SHOWN)
-        start, stop = self._ranges[stage]
-        functions = whole["forward_funcs"][start:stop]
-        if whole["seed_layers"]:
-            # The parent would seed by the place in the stage; the seed has to be that of an uncut rank.
-            functions = [partial(self._seed_and_call, function, layer_id, micro_offset)
-                         for function, layer_id in zip(functions, self.layer_ids[start:stop], strict=True)]
-        attributes["forward_funcs"] = functions
-        attributes["seed_layers"] = False
+        attributes.update(view)
         attributes["micro_offset"] = micro_offset
-        attributes["_local_start"], attributes["_local_stop"] = self.parts[stage], self.parts[stage + 1]
-        attributes["is_checkpointable_results"] = self._checkpointable.get(stage, [])
+        if self._whole["seed_layers"]:
+            # The parent would seed by the place in the stage; the seed has to be that of an uncut rank.
+            start, stop = self._ranges[stage]
+            attributes["forward_funcs"] = [
+                partial(self._seed_and_call, function, layer_id, micro_offset)
+                for function, layer_id in zip(view["forward_funcs"], self.layer_ids[start:stop], strict=True)]
+
+    def _view(self, stage: int) -> dict[str, Any]:
+        """What attributes are like while a stage is shown, until :meth:`hide`."""
+        if not self._whole:
+            self._whole.update((name, self.__dict__[name]) for name in _SHOWN)
+        start, stop = self._ranges[stage]
+        self._views[stage] = {
+            "forward_funcs": self._whole["forward_funcs"][start:stop],
+            "seed_layers": False,
+            "_local_start": self.parts[stage],
+            "_local_stop": self.parts[stage + 1],
+            "is_checkpointable_results": self._checkpointable.get(stage, []),
+        }
+        return self._views[stage]
 
     def hide(self) -> None:
         """Be the module of all stages again, after any number of :meth:`show`."""
-        whole = self.__dict__.get("_whole", {})
-        self.__dict__.update(whole)
-        whole.clear()
+        self.__dict__.update(self._whole)
+        self._whole.clear()
+        self._views.clear()
+
+    def forward(self, forward_input: Any) -> Any:
+        """Run the layers of the stage that is shown, or all that this rank has."""
+        if not self._views or self.activation_checkpoint_interval != 0:
+            return super().forward(forward_input)
+        # What the parent comes to, which takes longer than a small stage.
+        for function in self.forward_funcs:
+            forward_input = function(forward_input)
+        return forward_input
 
     def _seed_and_call(self, function: Any, layer_id: int, micro_offset: int, inputs: Any) -> Any:
         """Run a layer with the seed that PipelineModule.forward() gives it with one stage a rank.

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-_unsafe_view = torch.ops.aten._unsafe_view.default
-"""A view that does not know of what: autograd may then add to it, and layers change it, in place."""
+from .tensors import run_backward, unsafe_view
 
 
 class Deferred(NamedTuple):
@@ -63,7 +62,7 @@ class _Linear:
         return F.linear(x, weight, bias)
 
     def input_grad(self, module: nn.Linear, grad: Tensor, x: Any, weight: Tensor) -> Tensor:
-        return _unsafe_view(grad.reshape(-1, grad.shape[-1]).mm(weight), (*grad.shape[:-1], weight.shape[1]))
+        return unsafe_view(grad.reshape(-1, grad.shape[-1]).mm(weight), (*grad.shape[:-1], weight.shape[1]))
 
     def weight_grads(self, module: nn.Linear, wanted: tuple[bool, bool], grad: Tensor, x: Any,
                      weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -83,7 +82,7 @@ class _Conv1D:
         return torch.addmm(bias, x.view(-1, x.size(-1)), weight).view((*x.shape[:-1], module.nf))
 
     def input_grad(self, module: Any, grad: Tensor, x: Any, weight: Tensor) -> Tensor:
-        return _unsafe_view(grad.reshape(-1, grad.shape[-1]).mm(weight.t()), (*grad.shape[:-1], weight.shape[0]))
+        return unsafe_view(grad.reshape(-1, grad.shape[-1]).mm(weight.t()), (*grad.shape[:-1], weight.shape[0]))
 
     def weight_grads(self, module: Any, wanted: tuple[bool, bool], grad: Tensor, x: Any,
                      weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -251,7 +250,7 @@ class _Split(torch.autograd.Function):
                 wanted: tuple[bool, bool], weights: tuple[Tensor, Tensor | None]) -> Tensor:
         output = rule.forward(module, x, *weights)
         if output._is_view():
-            output = _unsafe_view(output, output.shape)
+            output = unsafe_view(output, output.shape)
         ctx.save_for_backward(x if wanted[0] or rule.keeps_input else None, weights[0] if x.requires_grad else None)
         ctx.call = owner, rule, module, wanted, weights
         return output
@@ -289,7 +288,7 @@ def accumulate(deferred: list[Deferred], prologue: Callable[[], None] | None = N
     deferred.clear()
     if prologue is not None:
         roots[-1].grad_fn.register_prehook(lambda _: prologue())
-    torch.autograd.backward(roots, [root.detach() for root in roots])
+    run_backward(roots, [root.detach() for root in roots])
 
 
 class _Give(torch.autograd.Function):

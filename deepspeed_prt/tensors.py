@@ -4,8 +4,13 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 Tensors: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
+
+
+unsafe_view = torch.ops.aten._unsafe_view.default
+"""A view that does not know of what: autograd may then add to it, and layers change it, in place."""
 
 
 def enter_stage(inputs: Tensors) -> Tensors:
@@ -13,13 +18,30 @@ def enter_stage(inputs: Tensors) -> Tensors:
     if not torch.is_grad_enabled():
         return inputs
     # Not a view to autograd, which forbids changing a view of a leaf.
-    entered = tuple(torch.ops.aten._unsafe_view(tensor, tensor.shape) if tensor.requires_grad else tensor
-                    for tensor in as_tuple(inputs))
-    return entered[0] if torch.is_tensor(inputs) else entered
+    if isinstance(inputs, torch.Tensor):
+        return unsafe_view(inputs, inputs.shape) if inputs.requires_grad else inputs
+    return tuple(unsafe_view(tensor, tensor.shape) if tensor.requires_grad else tensor for tensor in inputs)
+
+
+def edge_of(tensor: torch.Tensor) -> GradientEdge:
+    """Where the gradient of a tensor that requires one enters its graph, which the edge keeps, but not the tensor."""
+    # Of a view, whose node is never one of Python's, as those keep no graph: get_gradient_edge() takes far longer.
+    return GradientEdge(tensor.view_as(tensor).grad_fn, 0)
+
+
+def run_backward(roots: "Sequence[torch.Tensor | GradientEdge]", gradients: Sequence[torch.Tensor]) -> None:
+    """As ``torch.autograd.backward``, which looks at the gradients' shapes first, and longer than a small layer takes.
+
+    Args:
+        roots: where the gradients enter.
+        gradients: as many, of the roots' shapes.
+    """
+    _engine_run_backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True,
+                         accumulate_grad=True)
 
 
 def as_tuple(tensors: Tensors) -> tuple[torch.Tensor, ...]:
-    return (tensors, ) if torch.is_tensor(tensors) else tensors
+    return (tensors, ) if isinstance(tensors, torch.Tensor) else tensors
 
 
 def gradients_of(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
