@@ -16,6 +16,9 @@ from .errors import PoisonedMessage, RankFailedError
 _TAG = 1
 """Of messages between two ranks, as those of channels may share their group."""
 
+_FAILED, _FLAGGED = 1, 2
+"""What a rank says of a batch."""
+
 _EXIT_GRACE_S = 0.1
 
 
@@ -67,15 +70,17 @@ class Control:
     def start_agreeing(self, error: BaseException | None, doing: str, when: float = 0.0,
                        flag: bool = False) -> Callable[[], bool]:
         """As :meth:`agree`, but returns what waits for the others; a rank with an error waits at once."""
-        raised = torch.tensor([error is not None, flag], dtype=torch.uint8)
-        work = dist.all_reduce(raised, dist.ReduceOp.MAX, group=self._world, async_op=True)
+        said = torch.full((dist.get_world_size(), ), _FAILED * (error is not None) + _FLAGGED * flag, dtype=torch.uint8)
+        heard = torch.empty_like(said)
+        # In one hop: gloo's all-reduce goes around all ranks twice, and waits for each that is at work by then.
+        work = dist.all_to_all_single(heard, said, group=self._world, async_op=True)
 
         def finish() -> bool:
             work.wait()
-            has_failed, is_flagged = raised.tolist()
-            if has_failed:
+            answers = heard.tolist()
+            if any(answer & _FAILED for answer in answers):
                 self._raise_first(error, doing, when)
-            return bool(is_flagged)
+            return any(answer & _FLAGGED for answer in answers)
 
         if error is not None:
             finish()
