@@ -23,6 +23,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from .errors import PoisonedMessage, PRTError
 from .program.placement import Placement
+from .tensors import as_tuple
 
 HEADER_SIZE = 256
 """Numbers in a header: enough for about 30 tensors."""
@@ -49,9 +50,8 @@ class MessageSpec(NamedTuple):
     @classmethod
     def of(cls, value: torch.Tensor | tuple[torch.Tensor, ...]) -> "MessageSpec":
         """Describe an activation."""
-        if isinstance(value, torch.Tensor):
-            return cls(False, (TensorSpec(tuple(value.shape), value.dtype, value.requires_grad), ))
-        return cls(True, tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in value))
+        return cls(not isinstance(value, torch.Tensor),
+                   tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in as_tuple(value)))
 
     def gradients(self) -> list[TensorSpec]:
         """What comes back for it: a gradient for each tensor that requires one."""
@@ -143,8 +143,8 @@ class Channels:
         Raises:
             PRTError: its shape is not the agreed one.
         """
-        tensors = _ready([tensor.detach() for tensor in (value if spec.is_tuple else (value, ))])
-        agreed = None if self._dynamic_shape else self._agreed.get(boundary)
+        tensors = _ready([tensor.detach() for tensor in as_tuple(value)])
+        agreed = self._agreed_at(boundary)
         if agreed is None:
             self._send(_write_header(spec, self._device), target)
             self._agreed[boundary] = agreed = spec
@@ -167,13 +167,14 @@ class Channels:
 
         Returns what the receiver takes it for; None if the receiver learns that there is nothing.
         """
-        if self._needs_header(boundary):
+        agreed = self._agreed_at(boundary)
+        if agreed is None:
             header = torch.zeros(HEADER_SIZE, dtype=torch.int64, device=self._device)
             header[0] = -1
             self._send(header, target)
             return None
-        self.send_zeros(self._agreed[boundary].tensors, target)
-        return self._agreed[boundary]
+        self.send_zeros(agreed.tensors, target)
+        return agreed
 
     def send_zeros(self, tensors: Sequence[TensorSpec], target: int) -> None:
         """Send zeros of the given shapes."""
@@ -182,7 +183,7 @@ class Channels:
 
     def post_activation(self, boundary: Boundary, source: int) -> Receive:
         """Post the receive of a stage's input."""
-        return self._post(Receive(source, boundary, None if self._dynamic_shape else self._agreed.get(boundary)))
+        return self._post(Receive(source, boundary, None))
 
     def post_gradients(self, tensors: Sequence[TensorSpec], source: int) -> Receive:
         """Post the receive of gradients."""
@@ -208,8 +209,9 @@ class Channels:
         """Wait until everything sent has left."""
         self._sending.flush()
 
-    def _needs_header(self, boundary: Boundary) -> bool:
-        return self._dynamic_shape or boundary not in self._agreed
+    def _agreed_at(self, boundary: Boundary) -> MessageSpec | None:
+        """What activations there are agreed to be; None where the next one needs a header."""
+        return None if self._dynamic_shape else self._agreed.get(boundary)
 
     def _send(self, tensor: torch.Tensor, target: int) -> None:
         group, peer = self._outgoing[target]
@@ -218,9 +220,6 @@ class Channels:
 
     def _post(self, receive: Receive) -> Receive:
         expected = self._expected[receive.source]
-        if not expected and receive.spec is not None:
-            self._start(receive, receive.spec)
-            return receive
         expected.append(receive)
         try:
             self._advance(receive.source, until=None)
@@ -234,34 +233,35 @@ class Channels:
         expected = self._expected[source]
         while expected and not (until is not None and until.posted):
             head = expected[0]
-            boundary = head.boundary
-            if head.spec is None and boundary is not None and not self._needs_header(boundary):
-                head.spec = self._agreed[boundary]
-            if head.spec is None:
-                if head._header is None:
-                    header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self._device)
-                    head._header = header, self._recv(header, source)
-                if until is None:
-                    return
-                head._header[1].wait()
-                spec = _read_header(head._header[0])
-                head._header = None
-                if spec is None:
-                    head.poisoned = head.posted = True
-                else:
-                    head.spec = spec
-                    if boundary is not None:
-                        self._agreed[boundary] = spec
+            if head.spec is None and not self._learn_spec(head, may_wait=until is not None):
+                return
             if head.spec is not None:
-                self._start(head, head.spec)
+                # All before the first is received: memory may not suffice.
+                head.tensors = [torch.empty(shape, dtype=dtype, device=self._device)
+                                for shape, dtype, _ in head.spec.tensors]
+                head._works = [self._recv(buffer, source) for buffer in head.tensors]
+            head.posted = True
             expected.popleft()
 
-    def _start(self, receive: Receive, spec: MessageSpec) -> None:
-        """Post the receives of a message of known shapes."""
-        # All before the first is received: memory may not suffice.
-        receive.tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype, _ in spec.tensors]
-        receive._works = [self._recv(buffer, receive.source) for buffer in receive.tensors]
-        receive.posted = True
+    def _learn_spec(self, receive: Receive, may_wait: bool) -> bool:
+        """Find out what an activation is, or that it is poisoned; returns whether that is known."""
+        assert receive.boundary is not None, "of gradients it is known"
+        receive.spec = self._agreed_at(receive.boundary)
+        if receive.spec is not None:
+            return True
+        if receive._header is None:
+            header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self._device)
+            receive._header = header, self._recv(header, receive.source)
+        if not may_wait:
+            return False
+        receive._header[1].wait()
+        receive.spec = _read_header(receive._header[0])
+        receive._header = None
+        if receive.spec is None:
+            receive.poisoned = True
+        else:
+            self._agreed[receive.boundary] = receive.spec
+        return True
 
     def _recv(self, buffer: torch.Tensor, source: int) -> dist.Work:
         group, peer = self._incoming[source]

@@ -17,10 +17,12 @@ def enter_stage(inputs: Tensors) -> Tensors:
     """A stage's leaf inputs as tensors that layers may change in place, without a copy."""
     if not torch.is_grad_enabled():
         return inputs
+    return _alias(inputs) if isinstance(inputs, torch.Tensor) else tuple(map(_alias, inputs))
+
+
+def _alias(leaf: torch.Tensor) -> torch.Tensor:
     # Not a view to autograd, which forbids changing a view of a leaf.
-    if isinstance(inputs, torch.Tensor):
-        return unsafe_view(inputs, inputs.shape) if inputs.requires_grad else inputs
-    return tuple(unsafe_view(tensor, tensor.shape) if tensor.requires_grad else tensor for tensor in inputs)
+    return unsafe_view(leaf, leaf.shape) if leaf.requires_grad else leaf
 
 
 def edge_of(tensor: torch.Tensor) -> GradientEdge:
