@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from importlib import import_module
+from itertools import takewhile
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -12,6 +13,7 @@ from deepspeed_prt.program.bounds import lower_bound
 from deepspeed_prt.program.build import build
 from deepspeed_prt.program.costs import Costs
 from deepspeed_prt.program.orders import ORDERS
+from deepspeed_prt.program.orders._list_scheduler import group_sizes, list_schedule
 from deepspeed_prt.program.orders.zero_bubble import zero_bubble
 from deepspeed_prt.program.placement import Placement
 from deepspeed_prt.program.program import complete
@@ -694,3 +696,46 @@ def test_a_third_of_the_memory_in_parts_of_a_micro_batch(ranks, thirds, reuse):
 def test_less_than_half_or_a_third_where_the_cap_is_less(schedule):
     assert max(peaks(build(schedule, Placement("wave", 8, 2), 16, 2))) == 2
     assert build(schedule, Placement("wave", 8, 2), 16, 16).rows == build(schedule, Placement("wave", 8, 2), 16).rows
+
+
+@pytest.mark.parametrize(("schedule", "name", "direction", "reuse", "micro_batches", "ratio"), [
+    ("zero_bubble", "loop", BI, 4, 8, 1.0454), ("zero_bubble", "loop", BI, 4, 16, 1.0227),
+    ("zero_bubble", "loop", BI, 8, 16, 1.0216), ("zero_bubble", "wave", UNI, 4, 16, 1.0438),
+    ("zero_bubble", "wave", BI, 4, 16, 1.0221), ("alternating", "loop", BI, 4, 16, 1.0829)])
+def test_where_messages_take_time_ranks_warm_up_as_if_they_took_none(schedule, name, direction, reuse, micro_batches,
+                                                                     ratio):
+    """On 8 ranks, with a latency of a hundredth of a rank's forward: to the ideal, and what comes first."""
+    placement = Placement(name, 8, reuse, direction)
+    costs = Costs.uniform(placement, latency=0.01)
+    program, without = (build(schedule, placement, micro_batches, costs=assumed) for assumed in (costs, None))
+    verify(program)
+    assert simulate(program, costs).makespan / (3 * micro_batches) == pytest.approx(ratio, abs=1e-4)
+    assert simulate(without, costs).makespan > 1.005 * simulate(program, costs).makespan
+    for row, row_without in zip(program.compute_rows(), without.compute_rows(), strict=True):
+        common = min(len(warmup_of(row)), len(warmup_of(row_without)))
+        assert common >= 2 * reuse
+        assert warmup_of(row)[:common] == warmup_of(row_without)[:common]
+
+
+def warmup_of(row):
+    return tuple((action.stage, action.micro_batch) for action in takewhile(lambda action: action.kind == "F", row))
+
+
+@settings(deadline=None, max_examples=40)
+@given(placement=placements(), micro_batches=st.integers(1, 9), data=st.data())
+def test_a_list_schedule_begins_with_the_warmup_it_is_given_and_keeps_the_cap(placement, micro_batches, data):
+    cap = data.draw(st.integers(1, placement.ranks))
+    split_from = data.draw(st.sampled_from([0, placement.stages]))
+    group, *others = group_sizes(placement, micro_batches)
+    costs = Costs.uniform(placement, latency=data.draw(st.sampled_from([0.0, 0.1, 1.0])))
+    first = list_schedule(placement, micro_batches, data.draw(st.sampled_from([group, *others])), cap,
+                          Costs.uniform(placement), split_from, "forward")
+    if first is None:
+        return
+    warmup = tuple(map(warmup_of, first.rows))
+    scheduled = list_schedule(placement, micro_batches, group, cap, costs, split_from, "backward", warmup)
+    if scheduled is None:
+        return
+    verify(complete("warmed_up", scheduled.rows, placement, micro_batches, cap))
+    for row, begun in zip(scheduled.rows, warmup, strict=True):
+        assert warmup_of(row)[:len(begun)] == begun

@@ -4,19 +4,22 @@ Its rows cannot deadlock, since they were executed once, with times, to make the
 """
 
 import random
+from array import array
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from heapq import heappop, heappush
+from itertools import takewhile
 from math import ceil
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from ..actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Row
 from ..bounds import lower_bound
 from ..costs import Costs
 from ..placement import Placement
-from ._assemble import sequences
+from ._assemble import Visit, sequences
 
 LARGE = 50_000
 """From this many (stage, micro-batch) pairs on a program is large, and fewer things are tried."""
@@ -34,6 +37,9 @@ Preference = Literal["backward", "alternate", "forward"]
 
 PREFERENCES: tuple[Preference, ...] = get_args(Preference)
 
+WarmUp = tuple[tuple[Visit, ...], ...]
+"""The forwards that each rank does before anything else, in order."""
+
 
 @dataclass(frozen=True)
 class Scheduled:
@@ -44,28 +50,44 @@ class Scheduled:
 
 
 def best_of_groups(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs,
-                   split_from: int, preferences: Sequence[Preference] = PREFERENCES) -> tuple[Row, ...]:
+                   split_from: int, preferences: tuple[Preference, ...] = PREFERENCES) -> tuple[Row, ...]:
     """The shortest of :func:`list_schedule` over sizes of groups, from p micro-batches down, and over preferences.
 
     Larger groups run ahead further and need more room; which is best depends on the sizes and the cap. Stops at the
     first that no order can beat, and for each preference once smaller groups get no better; unless the program is
-    small, preferences other than the first are only tried for its best size.
+    small, preferences other than the first are only tried for its best size. Where messages take time, all that is
+    tried once more with a warm-up that expects none.
 
     Raises:
         ValueError: ``max_in_flight`` is less than one micro-batch.
     """
     if not max_in_flight >= 1:
         raise ValueError(f"max_in_flight {max_in_flight:g} is too small: a rank holds at least 1 micro-batch")
+    bound = lower_bound(placement, micro_batches, costs, split_from < placement.stages) * (1 + _SAME_TIME)
+    best = _best_of_groups(placement, micro_batches, max_in_flight, costs, split_from, preferences, bound)
+    assert best is not None, "a group of one micro-batch fits under every cap"
+    if costs.hop and best.makespan > bound:
+        warmup = _warmup_without_messages(placement, micro_batches, max_in_flight, costs, split_from)
+        other = _best_of_groups(placement, micro_batches, max_in_flight, costs, split_from, preferences, bound, warmup)
+        if other is not None and other.makespan < best.makespan * (1 - _SAME_TIME):
+            best = other
+    return best.rows
+
+
+def _best_of_groups(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs, split_from: int,
+                    preferences: tuple[Preference, ...], bound: float,
+                    warmup: WarmUp | None = None) -> Scheduled | None:
+    """The same with one warm-up, or none; None where the cap leaves no room to go on from it."""
     pairs = placement.stages * micro_batches
     patience = _PATIENCE_IF_LARGE if pairs >= LARGE else _PATIENCE
-    bound = lower_bound(placement, micro_batches, costs, split_from < placement.stages) * (1 + _SAME_TIME)
     best: Scheduled | None = None
     best_size = 0
     sizes = group_sizes(placement, micro_batches)
     for preference in preferences[:1] if pairs >= LARGE else preferences:
         no_better = 0
         for size in sizes:
-            scheduled = list_schedule(placement, micro_batches, size, max_in_flight, costs, split_from, preference)
+            scheduled = list_schedule(placement, micro_batches, size, max_in_flight, costs, split_from, preference,
+                                      warmup)
             if scheduled is None:
                 continue
             if best is None or scheduled.makespan < best.makespan * (1 - _SAME_TIME):
@@ -73,13 +95,31 @@ def best_of_groups(placement: Placement, micro_batches: int, max_in_flight: floa
             else:
                 no_better += 1
             if best.makespan <= bound:
-                return best.rows
+                return best
             if no_better == patience:
                 break
-        if pairs >= _MEDIUM:
+        if pairs >= _MEDIUM and best is not None:
             sizes = [best_size]
-    assert best is not None, "a group of one micro-batch fits under every cap"
-    return best.rows
+    return best
+
+
+def _warmup_without_messages(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs,
+                             split_from: int) -> WarmUp:
+    """How the ranks begin where messages take no time.
+
+    A list scheduler that waits for messages takes what comes first, and so lets the micro-batches of two pipes, or of
+    a wave's way there and back, get into each other's way. One that expects none fits them together; but its order has
+    a rank wait a little for each message as long as the batch lasts, where weight gradients could fill that time.
+    """
+    return _warmup(placement, micro_batches, max_in_flight, replace(costs, latency=0.0, transfer=0.0), split_from)
+
+
+@lru_cache(maxsize=16)
+def _warmup(*arguments: Any) -> WarmUp:
+    """The forwards of each row of :func:`best_of_groups` before its first backward."""
+    return tuple(tuple((action.stage, action.micro_batch)
+                       for action in takewhile(lambda action: action.kind == FORWARD, row))
+                 for row in best_of_groups(*arguments))
 
 
 def varied_schedule(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs, split_from: int,
@@ -98,7 +138,10 @@ def varied_schedule(placement: Placement, micro_batches: int, max_in_flight: flo
     assumed = replace(costs, forward=vary(costs.forward), input_grad=vary(costs.input_grad),
                       weight_grad=vary(costs.weight_grad), latency=latency)
     group = draw.choice(group_sizes(placement, micro_batches))
-    scheduled = list_schedule(placement, micro_batches, group, max_in_flight, assumed, split_from, preference)
+    warmup = None
+    if costs.hop and draw.random() < 0.5:
+        warmup = _warmup_without_messages(placement, micro_batches, max_in_flight, costs, split_from)
+    scheduled = list_schedule(placement, micro_batches, group, max_in_flight, assumed, split_from, preference, warmup)
     return None if scheduled is None else scheduled.rows
 
 
@@ -118,21 +161,18 @@ _SAME_TIME = 1e-9
 
 
 def list_schedule(placement: Placement, micro_batches: int, group: int, max_in_flight: float, costs: Costs,
-                  split_from: int, preference: Preference) -> Scheduled | None:
+                  split_from: int, preference: Preference, warmup: WarmUp | None = None) -> Scheduled | None:
     """Backwards (or input gradients) and forwards as is preferred, weight gradients when nothing else can run.
 
-    Stages from ``split_from`` on split their backwards. Each kind goes by its place in the rank's sequences. A forward
-    may overtake others of its rank only while room for those is left under ``max_in_flight``; where the ranks wait for
-    each other's room for ever, there is no schedule.
+    Each rank begins with the forwards of its ``warmup``, whatever else could run before they are done. Stages from
+    ``split_from`` on split their backwards. Each kind goes by its place in the rank's sequences. A forward may overtake
+    others of its rank only while room for those is left under ``max_in_flight``; where the ranks wait for each other's
+    room for ever, there is no schedule.
     """
-    forwards, backwards = sequences(placement, micro_batches, group)
+    warmup = warmup or ((), ) * placement.ranks
+    forward_place, backward_place = _places(placement, micro_batches, group, warmup)
     stages, routes, pipes = placement.stages, placement.routes, placement.pipes
     held = int(min(max_in_flight, micro_batches) * placement.reuse)
-    forward_place, backward_place = ([0] * (stages * micro_batches) for _ in range(2))
-    for places, lists in ((forward_place, forwards), (backward_place, backwards)):
-        for row in lists:
-            for place, (stage, micro_batch) in enumerate(row):
-                places[stage * micro_batches + micro_batch] = place
     time_forward, time_weight = costs.forward, costs.weight_grad
     time_back = costs.backward[:split_from] + costs.input_grad[split_from:]
     hop = [costs.hop * placement.is_remote(stage) for stage in range(stages + 1)]
@@ -166,7 +206,10 @@ def list_schedule(placement: Placement, micro_batches: int, group: int, max_in_f
         for rank in sorted(woken):
             if busy_until[rank] > until:
                 continue
-            if (ready_forward[rank] and (prefers_forward[rank] or not ready_back[rank])
+            is_warming_up = len(started[rank]) < len(warmup[rank])
+            if is_warming_up and not (ready_forward[rank] and ready_forward[rank][0][0] == len(started[rank])):
+                continue
+            if (ready_forward[rank] and (is_warming_up or prefers_forward[rank] or not ready_back[rank])
                     and _has_room(started[rank], ready_forward[rank][0][0], held + freed[rank])):
                 place, stage, micro_batch = heappop(ready_forward[rank])
                 insort(started[rank], place)
@@ -205,6 +248,23 @@ def list_schedule(placement: Placement, micro_batches: int, group: int, max_in_f
     if done < (3 * stages - split_from) * micro_batches:
         return None
     return Scheduled(tuple(map(tuple, rows)), makespan)
+
+
+@lru_cache(maxsize=16)
+def _places(placement: Placement, micro_batches: int, group: int,
+            warmup: WarmUp) -> tuple[Sequence[int], Sequence[int]]:
+    """Of each visit its place among its rank's forwards, which begin with the warm-up, and among its backwards."""
+    forwards, backwards = sequences(placement, micro_batches, group)
+    begun = {visit for first in warmup for visit in first}
+    forwards = [[*first, *(visit for visit in row if visit not in begun)]
+                for first, row in zip(warmup, forwards, strict=True)]
+    found = array("i"), array("i")
+    for places, rows in zip(found, (forwards, backwards), strict=True):
+        places.frombytes(bytes(places.itemsize * placement.stages * micro_batches))
+        for row in rows:
+            for place, (stage, micro_batch) in enumerate(row):
+                places[stage * micro_batches + micro_batch] = place
+    return found
 
 
 def _has_room(started: list[int], place: int, room: int) -> bool:
