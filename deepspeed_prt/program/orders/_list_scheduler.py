@@ -13,7 +13,7 @@ from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import takewhile
 from math import ceil
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from ..actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Row
 from ..bounds import lower_bound
@@ -37,8 +37,8 @@ Preference = Literal["backward", "alternate", "forward"]
 
 PREFERENCES: tuple[Preference, ...] = get_args(Preference)
 
-WarmUp = tuple[tuple[Visit, ...], ...]
-"""The forwards that each rank does before anything else, in order."""
+Warmup = tuple[tuple[Visit, ...], ...]
+"""The forwards that each rank does before anything else, in order; empty for none."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,8 @@ def best_of_groups(placement: Placement, micro_batches: int, max_in_flight: floa
 
 
 def _best_of_groups(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs, split_from: int,
-                    preferences: tuple[Preference, ...], bound: float,
-                    warmup: WarmUp | None = None) -> Scheduled | None:
-    """The same with one warm-up, or none; None where the cap leaves no room to go on from it."""
+                    preferences: tuple[Preference, ...], bound: float, warmup: Warmup = ()) -> Scheduled | None:
+    """The same with one warm-up, which may be none; None where the cap leaves no room to go on from it."""
     pairs = placement.stages * micro_batches
     patience = _PATIENCE_IF_LARGE if pairs >= LARGE else _PATIENCE
     best: Scheduled | None = None
@@ -103,23 +102,19 @@ def _best_of_groups(placement: Placement, micro_batches: int, max_in_flight: flo
     return best
 
 
+@lru_cache(maxsize=16)
 def _warmup_without_messages(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs,
-                             split_from: int) -> WarmUp:
-    """How the ranks begin where messages take no time.
+                             split_from: int) -> Warmup:
+    """The forwards before each rank's first backward where messages take no time.
 
     A list scheduler that waits for messages takes what comes first, and so lets the micro-batches of two pipes, or of
     a wave's way there and back, get into each other's way. One that expects none fits them together; but its order has
     a rank wait a little for each message as long as the batch lasts, where weight gradients could fill that time.
     """
-    return _warmup(placement, micro_batches, max_in_flight, replace(costs, latency=0.0, transfer=0.0), split_from)
-
-
-@lru_cache(maxsize=16)
-def _warmup(*arguments: Any) -> WarmUp:
-    """The forwards of each row of :func:`best_of_groups` before its first backward."""
+    without = replace(costs, latency=0.0, transfer=0.0)
     return tuple(tuple((action.stage, action.micro_batch)
                        for action in takewhile(lambda action: action.kind == FORWARD, row))
-                 for row in best_of_groups(*arguments))
+                 for row in best_of_groups(placement, micro_batches, max_in_flight, without, split_from))
 
 
 def varied_schedule(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs, split_from: int,
@@ -138,7 +133,7 @@ def varied_schedule(placement: Placement, micro_batches: int, max_in_flight: flo
     assumed = replace(costs, forward=vary(costs.forward), input_grad=vary(costs.input_grad),
                       weight_grad=vary(costs.weight_grad), latency=latency)
     group = draw.choice(group_sizes(placement, micro_batches))
-    warmup = None
+    warmup: Warmup = ()
     if costs.hop and draw.random() < 0.5:
         warmup = _warmup_without_messages(placement, micro_batches, max_in_flight, costs, split_from)
     scheduled = list_schedule(placement, micro_batches, group, max_in_flight, assumed, split_from, preference, warmup)
@@ -161,7 +156,7 @@ _SAME_TIME = 1e-9
 
 
 def list_schedule(placement: Placement, micro_batches: int, group: int, max_in_flight: float, costs: Costs,
-                  split_from: int, preference: Preference, warmup: WarmUp | None = None) -> Scheduled | None:
+                  split_from: int, preference: Preference, warmup: Warmup = ()) -> Scheduled | None:
     """Backwards (or input gradients) and forwards as is preferred, weight gradients when nothing else can run.
 
     Each rank begins with the forwards of its ``warmup``, whatever else could run before they are done. Stages from
@@ -252,7 +247,7 @@ def list_schedule(placement: Placement, micro_batches: int, group: int, max_in_f
 
 @lru_cache(maxsize=16)
 def _places(placement: Placement, micro_batches: int, group: int,
-            warmup: WarmUp) -> tuple[Sequence[int], Sequence[int]]:
+            warmup: Warmup) -> tuple[Sequence[int], Sequence[int]]:
     """Of each visit its place among its rank's forwards, which begin with the warm-up, and among its backwards."""
     forwards, backwards = sequences(placement, micro_batches, group)
     begun = {visit for first in warmup for visit in first}
