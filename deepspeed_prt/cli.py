@@ -107,7 +107,8 @@ def _plan(options: argparse.Namespace) -> int:
         "ideal_ms": ideal,
         "ratio": timeline.makespan / ideal,
         "bubble_fraction": timeline.bubble_fraction,
-        "lower_bound_ms": lower_bound(placement, options.micro_batches, costs, split is not False),
+        "lower_bound_ms": lower_bound(placement, options.micro_batches, costs, split is not False,
+                                      program.max_in_flight),
         "peak_in_flight": [program.peak_in_flight(rank) for rank in range(options.ranks)],
         "actions": [[str(action) for action in row] for row in program.rows],
     }

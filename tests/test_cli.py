@@ -80,7 +80,7 @@ def test_both_directions(capsys):
     ("unidirectional", "false", 29.25, 29.25, "FB"),
     ("unidirectional", "true", 25.75, 25.75, "FBIW"),
     ("unidirectional", "auto", 25.75, 25.75, "FBIW"),
-    ("bidirectional", "false", 27.0, 26.25, "FB"),
+    ("bidirectional", "false", 27.0, 27.0, "FB"),
     ("bidirectional", "true", 24.75, 24.75, "FBIW"),
     ("bidirectional", "auto", 24.75, 24.75, "FBIW"),
 ])

@@ -40,6 +40,8 @@ def build(schedule: str, placement: Placement, micro_batches: int, max_in_flight
     if schedule != "auto" and schedule not in ORDERS:
         raise ValueError(f"unknown schedule {schedule!r}: use one of auto, {', '.join(ORDERS)}")
     cap = default_cap(schedule, placement.ranks, micro_batches) if max_in_flight is None else max_in_flight
+    if not cap >= 1:
+        raise ValueError(f"max_in_flight {cap:g} is too small: a rank holds at least 1 micro-batch")
     costs = costs or Costs.uniform(placement)
     if schedule == "auto":
         return search(placement, micro_batches, cap, costs, split, trials)

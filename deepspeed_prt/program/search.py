@@ -89,13 +89,14 @@ def search(placement: Placement, micro_batches: int, max_in_flight: float, costs
     Args:
         placement: ranks, reuse, route and direction.
         micro_batches: m.
-        max_in_flight: cap on the activations of a rank, in micro-batches of a whole rank.
+        max_in_flight: cap on the activations of a rank, in micro-batches of a whole rank; at least 1.
         costs: what the simulation assumes.
         split: consider orders that split backwards (True), that split none (False), or both (None).
         trials: how many variations of list schedules to try besides.
         only: consider this order and its variations only, which are to be those of a list scheduler.
     """
-    bounds = {is_split: lower_bound(placement, micro_batches, costs, is_split) for is_split in (False, True)}
+    bounds = {is_split: lower_bound(placement, micro_batches, costs, is_split, max_in_flight)
+              for is_split in (False, True)}
     is_large = placement.stages * micro_batches >= LARGE
     if only is None:
         kinds = _kinds(placement, is_large, bounds[False] <= bounds[True] * (1 + _TIE), split)
@@ -130,8 +131,6 @@ def search(placement: Placement, micro_batches: int, max_in_flight: float, costs
             may_lose_to_whole = order.is_split and split is None and is_promising(False)
             if order.makespan <= bounds[split is not False] * (1 + _TIE) and not may_lose_to_whole:
                 return program_of(_best(found))
-    if not found:
-        raise ValueError(f"max_in_flight {max_in_flight:g} is too small: a rank holds at least 1 micro-batch")
     promising = [is_split for is_split in (False, True) if split in (None, is_split) and is_promising(is_split)]
     for is_split in promising:
         to_vary = [(kind, preference)

@@ -254,6 +254,27 @@ def test_with_unequal_stages_it_is_close_to_the_bound_and_never_worse_than_a_nam
     assert max(over_the_bound) < 0.15
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(("name", "direction", "reuse"), [
+    ("loop", BI, 2), ("loop", BI, 4), ("loop", BI, 8), ("wave", BI, 4), ("wave", "unidirectional", 4)])
+def test_where_messages_take_time_it_reaches_the_bound_of_its_cap(name, direction, reuse, ranks):
+    placement = Placement(name, ranks, reuse, direction)
+    costs = Costs.uniform(placement, latency=0.01)
+    for micro_batches in ranks, 2 * ranks:
+        bound = lower_bound(placement, micro_batches, costs, split=True, max_in_flight=ranks)
+        assert makespan(build("auto", placement, micro_batches, costs=costs), costs) == pytest.approx(bound, rel=1e-9)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("micro_batches", [8, 16])
+def test_no_order_of_eight_ranks_that_holds_five_micro_batches_is_shorter(direction, micro_batches):
+    placement = Placement("loop", 8, 4, direction)
+    program = build("half_memory", placement, micro_batches)
+    assert max(peaks(program)) == 5
+    bound = lower_bound(placement, micro_batches, Costs.uniform(placement), split=True, max_in_flight=5)
+    assert makespan(program) == pytest.approx(bound, rel=1e-9)
+
+
 MESSAGES = [("unidirectional", 4), ("unidirectional", 8), ("bidirectional", 2), ("bidirectional", 4)]
 
 

@@ -57,13 +57,9 @@ def best_of_groups(placement: Placement, micro_batches: int, max_in_flight: floa
     first that no order can beat, and for each preference once smaller groups get no better; unless the program is
     small, preferences other than the first are only tried for its best size. Where messages take time, all that is
     tried once more with a warm-up that expects none.
-
-    Raises:
-        ValueError: ``max_in_flight`` is less than one micro-batch.
     """
-    if not max_in_flight >= 1:
-        raise ValueError(f"max_in_flight {max_in_flight:g} is too small: a rank holds at least 1 micro-batch")
-    bound = lower_bound(placement, micro_batches, costs, split_from < placement.stages) * (1 + _SAME_TIME)
+    bound = lower_bound(placement, micro_batches, costs, split_from < placement.stages, max_in_flight)
+    bound *= 1 + _SAME_TIME
     best = _best_of_groups(placement, micro_batches, max_in_flight, costs, split_from, preferences, bound)
     assert best is not None, "a group of one micro-batch fits under every cap"
     if costs.hop and best.makespan > bound:

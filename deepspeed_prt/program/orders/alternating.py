@@ -18,8 +18,5 @@ def alternating(placement: Placement, micro_batches: int, max_in_flight: float, 
     """The shortest list schedule within ``max_in_flight`` where a rank goes on with a forward after a backward.
 
     That, or with forwards as long as there is room, whichever is shorter.
-
-    Raises:
-        ValueError: ``max_in_flight`` is less than one micro-batch.
     """
     return best_of_groups(placement, micro_batches, max_in_flight, costs, placement.stages, preferences=ALTERNATING)

@@ -27,14 +27,9 @@ def interleaved_1f1b(placement: Placement, micro_batches: int, max_in_flight: fl
     (v-1)p + (p-1-r), so rank r holds at most (vp - r)/v <= p micro-batches, fewer than with Megatron-LM's
     (v-1)p + 2(p-1-r), and for m divisible by p a step takes exactly m(F+B) + (p-1)(F+B)/v. With reuse 1 this is
     1F1B. In a wave or with two pipes the distance between a rank's stages varies, and a list scheduler decides.
-
-    Raises:
-        ValueError: ``max_in_flight`` is less than one micro-batch.
     """
     if placement.pipes > 1 or (placement.name == "wave" and placement.reuse > 1):
         return backward_first(placement, micro_batches, max_in_flight, costs)
-    if not max_in_flight >= 1:
-        raise ValueError(f"max_in_flight {max_in_flight:g} is too small: a rank holds at least 1 micro-batch")
     held = int(min(max_in_flight, micro_batches) * placement.reuse)
     group = ceil(micro_batches / ceil(micro_batches / placement.ranks))
     # A smaller group runs ahead less; a group of 1 fits into one micro-batch.

@@ -22,8 +22,5 @@ def zero_bubble(placement: Placement, micro_batches: int, max_in_flight: float, 
     For equal stages with F = I = W and no latency it takes as long as a rank's work and its wait for the first
     micro-batch, and no order can be shorter: in a loop in one direction with any m >= p (with reuse 1 as ZB-H1 does);
     in a wave and in both directions with reuse from 2 on, an even number of ranks and whole groups of p micro-batches.
-
-    Raises:
-        ValueError: ``max_in_flight`` is less than one micro-batch.
     """
     return best_of_groups(placement, micro_batches, max_in_flight, costs, split_from)
