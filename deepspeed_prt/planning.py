@@ -1,12 +1,10 @@
 """The training programs of an engine: planned for equal stages first, then for what they were measured to take."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from .config import PRTConfig
 from .control import Control
 from .errors import PRTConfigError, as_config_errors
-from .profile import Measurement, measured_costs
 from .program.calibration import MOST_SPLITTING
 from .program.costs import Costs
 from .program.orders import ORDERS
@@ -58,17 +56,16 @@ class Planner:
                 self._programs[micro_batches] = make(micro_batches, self.costs, self.split, trials)
         return self._programs[micro_batches]
 
-    def choose(self, program: Program, measurements: Sequence[Measurement]) -> tuple[Costs, list[Program]]:
-        """The costs of the stages, and the programs that may be faster with them than ``program``.
+    def choose(self, program: Program, costs: Costs) -> list[Program]:
+        """The programs that may be faster than ``program`` where the stages take ``costs``.
 
         These are the best one (of those with its name, where the user gave one), if it promises to save enough; and
         with ``"auto"``, where backwards need not be split, the best that splits none: halves take longer than the
         whole, but how much longer is only seen by trying; a step is longer by ``MOST_SPLITTING`` of it at most.
         """
-        costs = measured_costs(program, measurements)
         is_auto = self._section.schedule == "auto"
         if not is_auto and not (self._section.schedule in ORDERS and ORDERS[self._section.schedule].uses_costs):
-            return costs, []
+            return []
         before = simulate(program, costs).makespan
         visits = self.placement.stages * program.micro_batches
         best = self._make(program.micro_batches, costs, self.split, min(_TRIALS, _TRIED_VISITS // visits))
@@ -83,7 +80,7 @@ class Planner:
                 print(f"deepspeed_prt: tries {describe(candidate)}, with {_describe_costs(costs)}; predicted step "
                       f"{before:.1f} -> {after:.1f} ms", flush=True)
                 chosen.append(candidate)
-        return costs, chosen
+        return chosen
 
     def adopt(self, costs: Costs, program: Program) -> None:
         """Go on with what was chosen; other numbers of micro-batches are planned anew."""

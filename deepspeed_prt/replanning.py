@@ -1,17 +1,22 @@
 """How the program changes while training: batches are measured, other orders are tried, and the fastest one stays."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from .control import Control
 from .planning import Planner, describe
-from .profile import Profile, shortest_batch
+from .profile import Profile, measured_costs, shortest_batch
+from .program.costs import Costs
 from .program.program import Program
 
 _MEASURED = range(1, 3)
 """The batches that are measured; shapes are agreed and memory is allocated in the first one."""
 
 _ROUNDS = 2
-"""How many batches each order is tried for; of each the shortest counts, as one may have been disturbed."""
+"""How many batches each order is tried for; of each the shortest counts, as one may have been disturbed.
+
+Those of the order so far are measured as well.
+"""
 
 
 class Replanning:
@@ -55,50 +60,64 @@ class Replanning:
 
     def _plan_again(self, program: Program) -> bool:
         measurements = self._control.gather(self._measured.measurement())
-        chosen, failure = None, None
-        if self._control.global_rank == 0:
-            try:
-                chosen = self._planner.choose(program, measurements)
-            except Exception as error:
-                failure = error
-        self._control.agree(failure, "planning with measured costs")
-        costs, others = self._control.share(chosen)
+
+        def decide() -> tuple[Costs, list[Program]]:
+            costs = measured_costs(program, measurements)
+            return costs, self._planner.choose(program, costs)
+
+        costs, others = self._decided(decide)
         self._planner.adopt(costs, program)
         if others:
-            self._contest = _Contest([program, *others], self._new_profile)
+            self._contest = _Contest([program, *others], [self._measured, *(self._new_profile() for _ in others)])
             self._planner.use(self._contest.program)
         return True
 
     def _go_on(self, contest: "_Contest") -> bool:
         """Change the order, or end with the fastest one."""
+        contest.batches += 1
         contest.turn = (contest.turn + 1) % len(contest.programs)
-        batches = [profile.batches for profile in contest.profiles]
-        if min(map(len, batches)) == _ROUNDS:
-            per_rank = self._control.gather(batches)
-            times = [shortest_batch(of_program) for of_program in zip(*per_rank, strict=True)]
-            contest.turn = self._control.share(times.index(min(times)))
-            self._end(contest, times)
-        self._planner.use(contest.program)
+        if contest.batches == _ROUNDS * len(contest.programs):
+            self._end(contest)
+        else:
+            self._planner.use(contest.program)
         return True
 
-    def _end(self, contest: "_Contest", times: Sequence[float]) -> None:
+    def _end(self, contest: "_Contest") -> None:
+        tried = [profile.batches[-_ROUNDS:] for profile in contest.profiles]
+        measurements, per_rank = zip(*self._control.gather((self._measured.measurement(), tried)), strict=True)
+        times = [shortest_batch(of_program) for of_program in zip(*per_rank, strict=True)]
+        costs, contest.turn = self._decided(
+            lambda: (measured_costs(contest.programs[0], measurements), times.index(min(times))))
         self._contest = None
         if not contest.program.is_split and any(program.is_split for program in contest.programs):
             self._planner.split = False
+        self._planner.adopt(costs, contest.program)
         if self._control.global_rank == 0:
             others = "; ".join(f"{time:.1f} ms ({describe(program)})"
                                for program, time in list(zip(contest.programs, times, strict=True))[1:])
             what = f"changed to {describe(contest.program)}" if contest.turn else "stays with the order it had"
             print(f"deepspeed_prt: {what}: a step took {times[0]:.1f} ms before, {others}", flush=True)
 
+    def _decided(self, decide: Callable[[], Any]) -> Any:
+        """What the first rank decides; if that fails, it fails on all."""
+        decision, failure = None, None
+        if self._control.global_rank == 0:
+            try:
+                decision = decide()
+            except Exception as error:
+                failure = error
+        self._control.agree(failure, "planning with measured costs")
+        return self._control.share(decision)
+
 
 class _Contest:
     """Programs that take turns, the one so far being the last to do so."""
 
-    def __init__(self, programs: Sequence[Program], new_profile: Callable[[], Profile]) -> None:
+    def __init__(self, programs: Sequence[Program], profiles: Sequence[Profile]) -> None:
         self.programs = programs
-        self.profiles = [new_profile() for _ in programs]
+        self.profiles = profiles
         self.turn = 1
+        self.batches = 0
 
     @property
     def program(self) -> Program:

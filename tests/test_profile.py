@@ -79,17 +79,17 @@ def test_all_ranks_measure_two_batches_and_go_on_alike(world, direction):
 
 
 def failing(ranks: int, ds_config: dict[str, Any]) -> Any:
-    from deepspeed_prt import planning
-    measured = planning.measured_costs
+    from deepspeed_prt import replanning
+    measured = replanning.measured_costs
 
     def fail(*_: Any) -> None:
         raise ZeroDivisionError("no costs")
 
-    planning.measured_costs = fail
+    replanning.measured_costs = fail
     try:
         return plans(ranks, ds_config, [0.0] * 4)
     finally:
-        planning.measured_costs = measured
+        replanning.measured_costs = measured
 
 
 def failing_once(ranks: int, ds_config: dict[str, Any]) -> tuple[int, bool]:
@@ -170,16 +170,20 @@ def resized(ranks: int) -> tuple[str, Any]:
 
 
 def changing(ranks: int, ds_config: dict[str, Any], sizes: Sequence[int], times: Sequence[float]) -> dict[str, Any]:
-    """As :func:`plans`, with measured costs for which another order is shorter, and what all orders then take."""
-    from deepspeed_prt import planning, replanning
-    measured, shortest = planning.measured_costs, replanning.shortest_batch
+    """As :func:`plans`, with measured costs for which another order is shorter, and what all orders then take.
+
+    The latency is 10 for each batch that was measured.
+    """
+    from deepspeed_prt import replanning
+    measured, shortest = replanning.measured_costs, replanning.shortest_batch
     in_turn = iter(times)
-    planning.measured_costs = lambda program, _: Costs.uniform(program.placement, latency=20.0)
+    replanning.measured_costs = lambda program, measurements: Costs.uniform(
+        program.placement, latency=10.0 * len(measurements[0].batches))
     replanning.shortest_batch = lambda _: next(in_turn)
     try:
         return plans(ranks, ds_config, [0.0] * 8, sizes)
     finally:
-        planning.measured_costs, replanning.shortest_batch = measured, shortest
+        replanning.measured_costs, replanning.shortest_batch = measured, shortest
 
 
 def is_split(program: tuple[str, Sequence[Row]]) -> bool:
@@ -195,6 +199,8 @@ def test_of_two_orders_the_faster_one_stays_and_no_bit_changes(world, times):
     assert before != another
     assert ours[0]["programs"] == [before] * 3 + [another, before] * 2 + [programs[times.index(min(times))]]
     assert ours[1]["programs"] == ours[0]["programs"]
+    assert ours[0]["costs"] == ours[1]["costs"]
+    assert ours[0]["costs"].latency == 40, "the order before was measured in four batches"
     assert ours[0]["losses"] == stock[0]["losses"]
 
 
@@ -214,9 +220,9 @@ def test_where_backwards_need_not_be_split_a_whole_one_is_tried_too(world, times
 
 def resized_meanwhile(ranks: int) -> list[Any]:
     """The programs of batches, one of another size among those in which two orders are tried."""
-    from deepspeed_prt import planning
-    measured = planning.measured_costs
-    planning.measured_costs = lambda program, _: Costs.uniform(program.placement, latency=20.0)
+    from deepspeed_prt import replanning
+    measured = replanning.measured_costs
+    replanning.measured_costs = lambda program, _: Costs.uniform(program.placement, latency=20.0)
     try:
         engine, *_ = deepspeed.initialize(model=training.build("blocks", ranks),
                                           config=config(4, prt={"reuse": 4, "split_backward": True}))
@@ -228,7 +234,7 @@ def resized_meanwhile(ranks: int) -> list[Any]:
             engine.train_batch(iterator)
         return programs
     finally:
-        planning.measured_costs = measured
+        replanning.measured_costs = measured
 
 
 def test_a_batch_of_another_size_is_no_part_of_the_trial(world):
