@@ -46,10 +46,17 @@ def _torch(reuse: int) -> list[Contender]:
 
 
 def _ours(reuse: Sequence[int]) -> list[Contender]:
-    return [Contender(f"{OURS} {direction} v={v} {'split' if split else 'whole'}", "deepspeed",
-                      {"prt": {"direction": direction, "reuse": v, "placement": "loop", "split_backward": split,
-                               "schedule": "auto"}})
-            for direction in ("unidirectional", "bidirectional") for v in reuse for split in (False, True)]
+    loops = [_ours_by_search(direction, "loop", v, split)
+             for direction in ("unidirectional", "bidirectional") for v in reuse for split in (False, True)]
+    # Where messages take time, a wave has an advantage in one direction; in both there is hardly any.
+    return loops + [_ours_by_search("unidirectional", "wave", v, True) for v in reuse if v > 1]
+
+
+def _ours_by_search(direction: str, placement: str, reuse: int, split: bool) -> Contender:
+    route = direction if placement == "loop" else f"{direction} {placement}"
+    return Contender(f"{OURS} {route} v={reuse} {'split' if split else 'whole'}", "deepspeed",
+                     {"prt": {"direction": direction, "reuse": reuse, "placement": placement, "split_backward": split,
+                              "schedule": "auto"}})
 
 
 def _ours_by_schedule() -> list[Contender]:
