@@ -4,7 +4,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 from .actions import Row
@@ -95,11 +95,13 @@ def search(placement: Placement, micro_batches: int, max_in_flight: float, costs
         trials: how many variations of list schedules to try besides.
         only: consider this order and its variations only, which are to be those of a list scheduler.
     """
-    bounds = {is_split: lower_bound(placement, micro_batches, costs, is_split, max_in_flight)
-              for is_split in (False, True)}
+    @cache
+    def bound(is_split: bool, cap: float = max_in_flight) -> float:
+        return lower_bound(placement, micro_batches, costs, is_split, cap)
+
     is_large = placement.stages * micro_batches >= LARGE
     if only is None:
-        kinds = _kinds(placement, is_large, bounds[False] <= bounds[True] * (1 + _TIE), split)
+        kinds = _kinds(placement, is_large, bound(False) <= bound(True) * (1 + _TIE), split)
     else:
         kinds = [_Kind(only, bool(split) and not ORDERS[only].is_split)]
     assumptions = _assumptions(costs, is_large)
@@ -114,14 +116,19 @@ def search(placement: Placement, micro_batches: int, max_in_flight: float, costs
     candidates = [(kind, assumed) for kind in kinds for assumed in assumptions_for(kind)]
     found: list[_Found] = []
 
-    def is_promising(is_split: bool) -> bool:
-        """Whether such a backward can be as short as the best so far."""
-        return not found or bounds[is_split] <= _best(found).makespan * (1 + _TIE)
+    def is_promising(is_split: bool, cap: float = max_in_flight) -> bool:
+        """Whether an order with such backwards can be as short as the best so far."""
+        return not found or bound(is_split, cap) <= _best(found).makespan * (1 + _TIE)
+
+    def is_kind_promising(kind: _Kind) -> bool:
+        own_cap = ORDERS[kind.name].default_cap(placement.ranks, micro_batches)
+        holds_less = own_cap < min(max_in_flight, placement.ranks)
+        return is_promising(kind.is_cut or ORDERS[kind.name].is_split, own_cap if holds_less else max_in_flight)
 
     def program_of(order: "_Found") -> Program:
         return complete(order.kind.name, order.rows, placement, micro_batches, max_in_flight)
 
-    for kind, rows in _orders(candidates, placement, micro_batches, max_in_flight, is_promising):
+    for kind, rows in _orders(candidates, placement, micro_batches, max_in_flight, is_kind_promising):
         try:
             order = _Found.of(kind, rows, placement, costs)
         except DeadlockError:  # cut down to the cap, its ranks wait for each other in a circle
@@ -129,7 +136,7 @@ def search(placement: Placement, micro_batches: int, max_in_flight: float, costs
         if order.peak <= max_in_flight:
             found.append(order)
             may_lose_to_whole = order.is_split and split is None and is_promising(False)
-            if order.makespan <= bounds[split is not False] * (1 + _TIE) and not may_lose_to_whole:
+            if order.makespan <= bound(split is not False) * (1 + _TIE) and not may_lose_to_whole:
                 return program_of(_best(found))
     promising = [is_split for is_split in (False, True) if split in (None, is_split) and is_promising(is_split)]
     for is_split in promising:
@@ -169,11 +176,11 @@ def _shortest(found: Sequence["_Found"], kinds: Sequence[bool], count: int) -> l
 
 
 def _orders(candidates: Iterable[_Candidate], placement: Placement, micro_batches: int, max_in_flight: float,
-            is_promising: Callable[[bool], bool]) -> Iterator[tuple[_Kind, tuple[Row, ...]]]:
-    """Make the candidates whose kind of backward is promising by then."""
+            is_promising: Callable[[_Kind], bool]) -> Iterator[tuple[_Kind, tuple[Row, ...]]]:
+    """Make the candidates that are promising by then."""
     made: dict[_Candidate, tuple[Row, ...]] = {}
     for kind, assumed in candidates:
-        if not is_promising(kind.is_cut or ORDERS[kind.name].is_split):
+        if not is_promising(kind):
             continue
         as_it_is = kind._replace(is_cut=False), assumed
         if as_it_is not in made:

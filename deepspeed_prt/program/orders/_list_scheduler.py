@@ -24,9 +24,6 @@ from ._assemble import Visit, sequences
 LARGE = 50_000
 """From this many (stage, micro-batch) pairs on a program is large, and fewer things are tried."""
 
-_MEDIUM = 1_000
-"""From this many pairs on it counts how long a search takes."""
-
 _PATIENCE, _PATIENCE_IF_LARGE = 3, 1
 """After how many sizes of groups that are no better to try no smaller ones."""
 
@@ -54,9 +51,8 @@ def best_of_groups(placement: Placement, micro_batches: int, max_in_flight: floa
     """The shortest of :func:`list_schedule` over sizes of groups, from p micro-batches down, and over preferences.
 
     Larger groups run ahead further and need more room; which is best depends on the sizes and the cap. Stops at the
-    first that no order can beat, and for each preference once smaller groups get no better; unless the program is
-    small, preferences other than the first are only tried for its best size. Where messages take time, all that is
-    tried once more with a warm-up that expects none.
+    first that no order can beat, and for each preference once smaller groups get no better. Where messages take time,
+    all that is tried once more with a warm-up that expects none.
     """
     bound = lower_bound(placement, micro_batches, costs, split_from < placement.stages, max_in_flight)
     bound *= 1 + _SAME_TIME
@@ -76,7 +72,6 @@ def _best_of_groups(placement: Placement, micro_batches: int, max_in_flight: flo
     pairs = placement.stages * micro_batches
     patience = _PATIENCE_IF_LARGE if pairs >= LARGE else _PATIENCE
     best: Scheduled | None = None
-    best_size = 0
     sizes = group_sizes(placement, micro_batches)
     for preference in preferences[:1] if pairs >= LARGE else preferences:
         no_better = 0
@@ -86,15 +81,13 @@ def _best_of_groups(placement: Placement, micro_batches: int, max_in_flight: flo
             if scheduled is None:
                 continue
             if best is None or scheduled.makespan < best.makespan * (1 - _SAME_TIME):
-                best, best_size, no_better = scheduled, size, 0
+                best, no_better = scheduled, 0
             else:
                 no_better += 1
             if best.makespan <= bound:
                 return best
             if no_better == patience:
                 break
-        if pairs >= _MEDIUM and best is not None:
-            sizes = [best_size]
     return best
 
 
