@@ -51,12 +51,12 @@ class Rule(Protocol):
 
 
 class _Linear:
-    """nn.Linear: y = x w^T + b."""
+    """nn.Linear: y = x w^T + b, or x w^T and then + b where x cannot be seen as rows."""
 
     keeps_input = False
 
     def fits(self, module: nn.Linear, x: Tensor) -> bool:
-        return True
+        return self._has_rows(x) or module.weight.requires_grad  # otherwise x is not kept
 
     def forward(self, module: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
@@ -67,7 +67,14 @@ class _Linear:
     def weight_grads(self, module: nn.Linear, wanted: tuple[bool, bool], grad: Tensor, x: Any,
                      weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
         rows = grad.reshape(-1, grad.shape[-1])
-        return (rows.t().mm(x.reshape(-1, x.shape[-1])) if wanted[0] else None, rows.sum(0) if wanted[1] else None)
+        of_weight = rows.t().mm(x.reshape(-1, x.shape[-1])) if wanted[0] else None
+        if not wanted[1]:
+            return of_weight, None
+        # Sums over one dimension and over several add in different orders.
+        return of_weight, rows.sum(0) if x is None or self._has_rows(x) else grad.sum(list(range(grad.dim() - 1)))
+
+    def _has_rows(self, x: Tensor) -> bool:
+        return x.dim() <= 2 or x.is_contiguous()
 
 
 class _Conv1D:
