@@ -4,6 +4,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +19,13 @@ from torch.autograd.graph import GradientEdge
 from . import schedule
 from .channels import Boundary, Channels, MessageSpec, Receive
 from .errors import PoisonedMessage, PRTError
-from .loading import LoadingAhead
+from .loading import BatchReader, LoadingAhead
 from .profile import Profile
 from .program.placement import Placement
 from .replicas import ReplicaNorms, Replicas
 from .schedule import PRTSchedule
 from .split_backward import Deferred, SplitBackward, accumulate
-from .tensors import Tensors, as_tuple, detach, edge_of, enter_stage, gradients_of, run_backward
+from .tensors import Tensors, as_tuple, detach, edge_of, enter_stage, fit_to_be_sent, gradients_of, run_backward
 
 _NOTHING = nullcontext()
 
@@ -54,6 +55,7 @@ class Interpreter(PipelineEngine):
         super().__init__(*args, **kwargs)
         self._channels = Channels(self.placement, self.grid, self.device, self.dynamic_shape)
         self._last_stage = self.placement.stages - 1
+        self._readers = {"train": BatchReader(), "eval": BatchReader()}
         self._batch: list[Any] = []
         self._losses: dict[int, tuple[Any, dict[str, Any] | None]] = {}
         self._shared_gradients: dict[tuple[int, int], torch.Tensor | None] = {}
@@ -181,7 +183,8 @@ class Interpreter(PipelineEngine):
         # What runs in there may ask for the first and last rank.
         last_stage_rank, self._last_stage_rank = self._last_stage_rank, None
         try:
-            self._batch = [PipelineEngine._next_batch(self) for _ in range(micro_batches)]
+            self._batch = self._readers[self._mode].read(self.data_iterator, partial(PipelineEngine._next_batch, self),
+                                                         micro_batches)
         finally:
             self._last_stage_rank = last_stage_rank
 
@@ -233,7 +236,7 @@ class Interpreter(PipelineEngine):
                      if tensor.requires_grad}
             buffers['output_tensors'][buffer_id] = _Output(edges, MessageSpec.of(outputs))
         if self.placement.is_remote(stage + 1):
-            buffers['outputs'][buffer_id] = outputs
+            buffers['outputs'][buffer_id] = fit_to_be_sent(outputs, inputs)
         else:
             # A copy, as between ranks: the next layer may work in place.
             copies = tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad)

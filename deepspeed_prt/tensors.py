@@ -25,6 +25,21 @@ def _alias(leaf: torch.Tensor) -> torch.Tensor:
     return unsafe_view(leaf, leaf.shape) if leaf.requires_grad else leaf
 
 
+def fit_to_be_sent(outputs: Tensors, inputs: Tensors) -> Tensors:
+    """A stage's outputs, which nobody changes before they have left.
+
+    What needs no gradient may be a buffer that a layer fills again for each micro-batch, and is copied, unless it came
+    in as it goes out, like a mask that passes all stages: each micro-batch has inputs of its own.
+    """
+    tensors = as_tuple(outputs)
+    if all(tensor.requires_grad for tensor in tensors):
+        return outputs
+    came_in = {tensor.untyped_storage().data_ptr() for tensor in as_tuple(inputs)}
+    fit = tuple(tensor if tensor.requires_grad or tensor.untyped_storage().data_ptr() in came_in else tensor.clone()
+                for tensor in tensors)
+    return fit[0] if isinstance(outputs, torch.Tensor) else fit
+
+
 def edge_of(tensor: torch.Tensor) -> GradientEdge:
     """Where the gradient of a tensor that requires one enters its graph, which the edge keeps, but not the tensor."""
     # Of a view, whose node is never one of Python's, as those keep no graph: get_gradient_edge() takes far longer.

@@ -1,13 +1,64 @@
 """What is loaded ahead, and channels with groups of their own: what a GPU needs, as far as a CPU can show it."""
 
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import deepspeed
 import pytest
+import torch
 import torch.distributed as dist
+
+from deepspeed_prt.loading import BatchReader
 
 from . import training
 from .training import config
+
+
+def refilling(count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Micro-batches of consecutive numbers, in ``count`` pairs of tensors that take turns."""
+    pairs = [(torch.zeros(1), torch.zeros(1)) for _ in range(count)]
+    for number in itertools.count():
+        inputs, labels = pairs[number % count]
+        yield inputs.fill_(number), labels.fill_(-number)
+
+
+def numbers(micro_batches: list[Any]) -> list[float]:
+    assert all(labels.item() == -inputs.item() for inputs, labels in micro_batches)
+    return [inputs.item() for inputs, _ in micro_batches]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_an_iterator_that_fills_the_same_tensors_again(count):
+    reader, iterator = BatchReader(), refilling(count)
+    for first, last in ((0, 3), (3, 6), (6, 10), (10, 14), (14, 16)):
+        assert numbers(reader.read(iterator, iterator.__next__, last - first)) == list(range(first, last))
+
+
+def test_what_an_iterator_makes_anew_is_not_copied_after_the_first_batch():
+    given: list[Any] = []
+
+    def gives(make: Callable[[], Any]) -> Iterator[Any]:
+        while True:
+            given.append(make())
+            yield given[-1]
+
+    def are_copies(micro_batches: int, iterator: Iterator[Any]) -> list[bool]:
+        given.clear()
+        read = reader.read(iterator, iterator.__next__, micro_batches)
+        return [mine is not theirs for mine, theirs in zip(read, given, strict=True)]
+
+    reader = BatchReader()
+    iterator = gives(lambda: (torch.zeros(2), [torch.zeros(2), torch.zeros(0)]))
+    assert are_copies(3, iterator) == [True] * 3
+    assert are_copies(3, iterator) == are_copies(2, iterator)[:1] * 3 == [False] * 3
+    assert are_copies(4, iterator) == [True] * 4, "more than were seen to lie apart"
+    assert are_copies(4, iterator) == [False] * 4
+    assert are_copies(2, gives(lambda: (torch.zeros(2), ))) == [True] * 2, "another iterator"
+    whole = torch.zeros(8)
+    slices = gives(lambda: (whole[2 * len(given):][:2], whole[2 * len(given):][:2]))
+    assert are_copies(3, slices) == [True] * 3
+    assert are_copies(3, slices) == [False] * 3, "inputs and labels may be one tensor, and all parts of one"
 
 
 class Recorder:

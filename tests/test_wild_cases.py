@@ -1081,6 +1081,73 @@ def test_a_loader_on_the_ends_only(world, prt):
     assert_same(world(4).reference(none_in_the_middle, None), world(4).run(none_in_the_middle, prt))
 
 
+def refilled(prt):
+    """A loader that fills the same two tensors for each micro-batch."""
+    torch.manual_seed(1)
+    module = PipelineModule(blocks(8), num_stages=2, loss_fn=mse, seed_layers=True, partition_method="uniform")
+    engine, *_ = deepspeed.initialize(model=module, config=config(4, prt=prt))
+    held = tuple(torch.zeros(MICRO_BATCH, 3, WIDTH) for _ in range(2))
+
+    def fill(source):
+        for batch in source:
+            for tensor, values in zip(held, batch, strict=True):
+                tensor.copy_(values)
+            yield held
+
+    iterator = on_ends(engine, fill(vectors(3)))
+    losses = [engine.train_batch(iterator).item() for _ in range(3)]
+    losses.append(engine.eval_batch(on_ends(engine, fill(vectors(4)))).item())
+    return {"losses": losses, "weights": weights(engine)}
+
+
+@PLANS
+def test_a_loader_that_fills_the_same_tensors_again(world, prt):
+    assert_same(world(2).reference(refilled, None), world(2).run(refilled, prt))
+
+
+class Counted(nn.Module):
+    """Hands on a buffer that it fills for each micro-batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("count", torch.zeros(MICRO_BATCH, 3, dtype=torch.int64), persistent=False)
+
+    def forward(self, x):
+        self.count.copy_((x > 0).sum(-1))
+        return self.linear(x), self.count
+
+
+class Embedded(nn.Module):
+    """Takes its time, so that the buffer may be filled again before it is received."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.embedding = nn.Linear(WIDTH, WIDTH), nn.Embedding(WIDTH + 1, WIDTH)
+
+    def forward(self, inputs):
+        time.sleep(0.02)
+        x, count = inputs
+        return torch.tanh(self.linear(x)) + self.embedding(count)
+
+
+def counts_handed_on(prt):
+    torch.manual_seed(1)
+    module = PipelineModule([LayerSpec(Counted), LayerSpec(Embedded)], num_stages=2, loss_fn=mse, seed_layers=True,
+                            partition_method="uniform")
+    engine, *_ = deepspeed.initialize(model=module, config=config(6, prt=prt))
+    iterator = on_ends(engine, vectors(3))
+    losses = [engine.train_batch(iterator).item() for _ in range(3)]
+    losses.append(engine.eval_batch(on_ends(engine, vectors(4))).item())
+    return {"losses": losses, "weights": weights(engine)}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
+def test_a_layer_that_hands_on_a_buffer_and_fills_it_again(world, schedule):
+    stock = world(2).reference(counts_handed_on, None)
+    assert_same(stock, world(2).run(counts_handed_on, {"reuse": 1, "schedule": schedule}))
+
+
 WHOLE = {"pipe_partitioned": False, "grad_partitioned": False}
 
 
