@@ -29,7 +29,7 @@ from .program.placement import DOWN, Placement
 from .program.program import forward_only
 from .program.simulator import simulate
 from .program.sources import program_from
-from .refusals import refuse_empty_norm, refuse_in_both_directions, refuse_unsupported
+from .refusals import refuse_empty_norm, refuse_in_both_directions, refuse_uneven_groups, refuse_unsupported
 from .replanning import Replanning
 from .schedule import PRTSchedule, ReduceReplicaGrads
 from .tensors import add, parts_of
@@ -81,7 +81,8 @@ class PRTPipelineEngine(Interpreter):
             set_optimizer_flags(config_class, model)
         super().__init__(*args, model=model, config_class=config_class, optimizer=optimizer,
                          model_parameters=model_parameters, **kwargs)
-        self._control.agree(refuse_empty_norm(self), "looking at the optimizer")
+        groups = self._control.gather(0 if self.optimizer is None else len(self.optimizer.param_groups))
+        self._control.agree(refuse_uneven_groups(self, groups) or refuse_empty_norm(self), "looking at the optimizer")
         self._loss_rank = self.placement.rank_of(self._last_stage, DOWN)
         self._replanning = Replanning(self._planner, self._control, partial(Profile, self.device))
         if self.global_rank == 0:

@@ -1,6 +1,7 @@
 """What cannot work together, and what to change."""
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
@@ -67,6 +68,23 @@ def refuse_in_both_directions(section: PRTConfig, module: Any) -> PRTConfigError
         return PRTConfigError(f"{outside[0]} belongs to no layer, and in a bidirectional pipeline two ranks would "
                               f"train copies of it apart; make it part of the last layer, or {instead}")
     return None
+
+
+def refuse_uneven_groups(engine: Any, groups: Sequence[int]) -> PRTConfigError | None:
+    """DeepSpeed's optimizers for ZeRO-1 and fp16 sum the norm over all ranks once for each group; the rest would wait.
+
+    Args:
+        engine: with its optimizer.
+        groups: how many parameter groups each rank of the pipe has.
+    """
+    if engine.using_bf16_optimizer or not (engine.zero_optimization() or engine.fp16_enabled()) \
+            or len(set(groups)) == 1:
+        return None
+    fewest, most = groups.index(min(groups)), groups.index(max(groups))
+    return PRTConfigError(f"the weights that rank {fewest} holds are in {min(groups)} of the parameter groups, those "
+                          f"of rank {most} in {max(groups)}, but ZeRO-1 and fp16 take the gradient norm group by "
+                          'group, each time on all ranks; use another "placement", "reuse" or "partition", so that '
+                          "each rank has layers of every group, or fewer groups, or bf16 or fp32 without ZeRO")
 
 
 def refuse_empty_norm(engine: Any) -> PRTConfigError | None:

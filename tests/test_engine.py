@@ -10,7 +10,8 @@ from deepspeed_prt.program.placement import Placement
 from deepspeed_prt.split_backward import SplitBackward
 
 from . import training
-from .training import assert_same, config
+from .training import BF16, ZERO1, assert_same, config
+from .workers import TaskFailed
 
 
 @pytest.mark.parametrize("gas", [1, 2, 4, 7])
@@ -246,6 +247,32 @@ def _reversed(module):
 
 def _named(module):
     return {"optimizer": torch.optim.AdamW(module.named_parameters(), lr=0.01)}
+
+
+def _ends_apart(module):
+    """The first and the last layer in a group of their own, as an embedding and a head with another learning rate."""
+    ends = [p for name, p in module.named_parameters() if name.startswith(("0.", "11."))]
+    others = [p for name, p in module.named_parameters() if not name.startswith(("0.", "11."))]
+    return {"model_parameters": [{"params": ends, "lr": 1e-3}, {"params": others}]}
+
+
+WAVE = {"reuse": 2, "placement": "wave"}
+
+
+@pytest.mark.parametrize(("prt", "more"), [({"reuse": 2}, ZERO1), (WAVE, {}), (WAVE, BF16)])
+def test_groups_of_some_layers(world, prt, more):
+    stock = world(2).reference(training.train, "blocks", 2, config(3, **more), prepare=_ends_apart, steps=3)
+    ours = world(2).run(training.train, "blocks", 2, config(3, prt=prt, **more), prepare=_ends_apart, steps=3)
+    assert_same(stock, ours)
+
+
+def test_a_rank_without_a_group_is_refused_where_norms_are_taken_by_groups(world):
+    with pytest.raises(TaskFailed) as failure:
+        world(2).run(training.train, "blocks", 2, config(3, prt=WAVE, **ZERO1), prepare=_ends_apart)
+    assert sorted(failure.value.errors) == [0, 1]
+    for name, text in failure.value.errors.values():
+        assert name == "PRTConfigError"
+        assert text.startswith("the weights that rank 1 holds are in 1 of the parameter groups, those of rank 0 in 2")
 
 
 PREPARATIONS = [_shared, _same_dicts_twice, _reversed, _named, _generator, _lazy, _list, _groups, _optimizer, _callable,
