@@ -55,7 +55,7 @@ class Interpreter(PipelineEngine):
         super().__init__(*args, **kwargs)
         self._channels = Channels(self.placement, self.grid, self.device, self.dynamic_shape)
         self._last_stage = self.placement.stages - 1
-        self._readers = {"train": BatchReader(), "eval": BatchReader()}
+        self._reader = BatchReader()
         self._batch: list[Any] = []
         self._losses: dict[int, tuple[Any, dict[str, Any] | None]] = {}
         self._shared_gradients: dict[tuple[int, int], torch.Tensor | None] = {}
@@ -183,8 +183,9 @@ class Interpreter(PipelineEngine):
         # What runs in there may ask for the first and last rank.
         last_stage_rank, self._last_stage_rank = self._last_stage_rank, None
         try:
-            self._batch = self._readers[self._mode].read(self.data_iterator, partial(PipelineEngine._next_batch, self),
-                                                         micro_batches)
+            # An iterator for evaluation is usually new, and not to be held on to.
+            reader = self._reader if self._mode == "train" else BatchReader()
+            self._batch = reader.read(self.data_iterator, partial(PipelineEngine._next_batch, self), micro_batches)
         finally:
             self._last_stage_rank = last_stage_rank
 

@@ -15,6 +15,5 @@ BACKWARD_FIRST = PREFERENCES[:1]
 
 
 def backward_first(placement: Placement, micro_batches: int, max_in_flight: float, costs: Costs) -> tuple[Row, ...]:
-    """The shortest list schedule of whole backwards within ``max_in_flight``.
-    """
+    """The shortest list schedule of whole backwards within ``max_in_flight``."""
     return best_of_groups(placement, micro_batches, max_in_flight, costs, placement.stages, preferences=BACKWARD_FIRST)
