@@ -281,7 +281,7 @@ class PRTPipelineEngine(Interpreter):
     def _exec_reduce_tied_grads(self) -> None:
         add_shared_gradients(self._tied_again, self._shared_gradients)
         self._replicas.finish(self._lacking_somewhere, self._control)
-        self._replica_norms.average(self._schedule.micro_batches)
+        self._replica_norms.combine(self._schedule.micro_batches)
         reduce_tied_gradients(self.module, self.optimizer)
         if self.placement.pipes == 2:
             mark_copied_gradients(self.module, self.optimizer)

@@ -120,13 +120,17 @@ def _pack(weights: list[nn.Parameter], bucket_size: int) -> Iterator[list[nn.Par
 
 
 class ReplicaNorms:
-    """The running statistics of batch norms, of which each copy sees only the micro-batches of its own pipe."""
+    """The running statistics of batch norms, of which each copy sees only the micro-batches of its own pipe.
+
+    In a batch each copy keeps a part of what the statistics were and adds what its micro-batches tell. Both together
+    keep less: the part that is left after all micro-batches.
+    """
 
     def __init__(self, module: PRTPipelineModule) -> None:
         self._group = module.replica_group
         self._pipes = module.placement.pipes
         self._norms: list[tuple[int, _NormBase]] = []
-        self._counts: list[torch.Tensor] = []
+        self._before: list[tuple[torch.Tensor, int]] = []
         if self._group is None:
             return
         for layer_id, layer in module.layer_modules():
@@ -136,23 +140,39 @@ class ReplicaNorms:
                             if isinstance(norm, _NormBase) and norm.running_mean is not None]
 
     def begin(self) -> None:
-        """Note the counts before a batch."""
-        self._counts = [norm.num_batches_tracked.clone() for _, norm in self._norms]
+        """Note the statistics before a batch, and how many micro-batches are in them."""
+        self._before = [(_statistics(norm), int(norm.num_batches_tracked)) for _, norm in self._norms]
 
-    def average(self, micro_batches: int) -> None:
-        """After a batch, weigh each copy by the micro-batches that it saw, and count those of both."""
+    def combine(self, micro_batches: int) -> None:
+        """After a batch, weigh what each copy was told by its micro-batches, and count those of both."""
         if not self._norms:
             return
-        shares = [len(range(pipe, micro_batches, self._pipes)) / micro_batches for pipe, _ in self._norms]
-        counted = [norm.num_batches_tracked - before for (_, norm), before in zip(self._norms, self._counts,
-                                                                                  strict=True)]
-        flat = torch.cat([share * torch.cat((norm.running_mean, norm.running_var)).double()
-                          for share, (_, norm) in zip(shares, self._norms, strict=True)]
-                         + [torch.stack(counted).double()])
+        told, counted = [], []
+        for (pipe, norm), (before, count) in zip(self._norms, self._before, strict=True):
+            share = len(range(pipe, micro_batches, self._pipes)) / micro_batches
+            counted.append(int(norm.num_batches_tracked) - count)
+            kept = _kept(norm, count, counted[-1])
+            told.append(share * (_statistics(norm) - kept * before) / (1 - kept))
+        flat = torch.cat([*told, told[0].new_tensor(counted)])
         dist.all_reduce(flat, group=self._group)
-        sizes = [size for _, norm in self._norms for size in (norm.num_features, norm.num_features)]
-        *statistics, counts = flat.split([*sizes, len(self._norms)])
-        for index, (_, norm) in enumerate(self._norms):
-            norm.running_mean.copy_(statistics[2 * index])
-            norm.running_var.copy_(statistics[2 * index + 1])
-            norm.num_batches_tracked.copy_(self._counts[index] + counts[index].long())
+        *sums, counts = flat.split([*map(len, told), len(counted)])
+        for (_, norm), (before, count), total, seen in zip(self._norms, self._before, sums, counts.tolist(),
+                                                           strict=True):
+            kept = _kept(norm, count, int(seen))
+            mean, variance = (kept * before + (1 - kept) * total).split(norm.num_features)
+            norm.running_mean.copy_(mean)
+            norm.running_var.copy_(variance)
+            norm.num_batches_tracked.fill_(count + int(seen))
+
+
+def _statistics(norm: _NormBase) -> torch.Tensor:
+    return torch.cat((norm.running_mean, norm.running_var)).double()
+
+
+def _kept(norm: _NormBase, count: int, more: int) -> float:
+    """The part of statistics of ``count`` micro-batches that is left after ``more``.
+
+    None of it, as far as combining goes, where the norm does not count them (as instance norms) or never changes.
+    """
+    kept = count / (count + more) if norm.momentum is None and more else (1 - (norm.momentum or 0.0))**more
+    return kept if kept < 1 else 0.0
