@@ -19,6 +19,9 @@ from typing import Any
 TIMEOUT = float(os.environ.get("PRT_TEST_TIMEOUT", "300"))
 """Seconds after which a task counts as hung."""
 
+_ATTEMPTS = 3
+"""How often to start processes: another program may take the port before they do."""
+
 
 class TaskFailed(AssertionError):
     """A task raised on some rank; holds each rank's error."""
@@ -38,6 +41,20 @@ class World:
         self._start()
 
     def _start(self) -> None:
+        for _ in range(_ATTEMPTS):
+            self._fork()
+            if self._have_started():
+                return
+            self.close()
+        raise RuntimeError(f"{self.size} worker processes did not start, {_ATTEMPTS} times")
+
+    def _have_started(self) -> bool:
+        try:
+            return all(pipe.poll(self.timeout) and pipe.recv() for pipe in self._pipes)
+        except (EOFError, ConnectionError):
+            return False
+
+    def _fork(self) -> None:
         # Imports are shared, and so is the memory they take, as far as the processes leave it alone. The libraries read
         # this when they are imported; what is forked must have no threads by then.
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -62,7 +79,8 @@ class World:
             TaskFailed: a rank raised, died or hung.
         """
         for pipe in self._pipes:
-            pipe.send((task.__module__, task.__qualname__, args, kwargs))
+            with contextlib.suppress(ConnectionError):  # one that died is noticed when it does not answer
+                pipe.send((task.__module__, task.__qualname__, args, kwargs))
         results: list[Any] = [None] * self.size
         errors: dict[int, tuple[str, str, str]] = {}
         deadline = time.monotonic() + self.timeout
@@ -77,7 +95,7 @@ class World:
                         errors[rank] = value
                     continue
                 errors[rank] = ("Hang", "no answer", f"no answer within {self.timeout:g} s")
-            except EOFError:
+            except (EOFError, ConnectionError):
                 errors[rank] = ("Died", "process died", "process died")
             restart = True
         if restart:
@@ -119,6 +137,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     # Its files, 69 MB a rank, would outlive the processes.
     for file in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_{rank}"):
         file.unlink()
+    pipe.send(True)
     while True:
         try:
             module, name, args, kwargs = pipe.recv()
