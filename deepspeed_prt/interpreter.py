@@ -227,11 +227,10 @@ class Interpreter(PipelineEngine):
         if stage == self._last_stage:
             self._compute_micro_batch_loss(buffer_id, micro_batch, outputs)
             return
-        if not torch.is_tensor(outputs) and not (isinstance(outputs, tuple) and all(map(torch.is_tensor, outputs))):
-            what = f"a tuple of {', '.join(type(member).__name__ for member in outputs)}" \
-                if isinstance(outputs, tuple) else f"a {type(outputs).__name__}"
-            raise PRTError(f"stage {stage} returns {what}; the layer at the end of a stage has to return a tensor or a "
-                           'tuple of tensors; set "partition" to boundaries between layers that do, or lower "reuse"')
+        if not _is_made_of_tensors(outputs, tuple):
+            raise PRTError(f"stage {stage} returns {_describe(outputs)}; the layer at the end of a stage has to return "
+                           'a tensor or a tuple of tensors; set "partition" to boundaries between layers that do, or '
+                           'lower "reuse"')
         if torch.is_grad_enabled():
             edges = {index: edge_of(tensor) for index, tensor in enumerate(as_tuple(outputs))
                      if tensor.requires_grad}
@@ -269,6 +268,9 @@ class Interpreter(PipelineEngine):
         self.pipe_buffers['labels'][buffer_id] = None
         if self._compute_loss and self.module.loss_fn is not None:
             self.loss = self.module.loss_fn(outputs, labels)
+            if not _is_made_of_tensors(self.loss, tuple | list):
+                raise PRTError(f"loss_fn returns {_describe(self.loss)}; it has to return a tensor (or several, in a "
+                               "tuple or list), with its graph: no .item() and no .detach()")
         else:
             # Some models return the loss themselves.
             self.loss = outputs
@@ -487,3 +489,14 @@ class Interpreter(PipelineEngine):
         schedule.SendGrad: _exec_send_grads,
         schedule.RecvGrad: _exec_recv_grads,
     }
+
+
+def _is_made_of_tensors(value: Any, several: Any) -> bool:
+    """Whether a value is a tensor, or ``several`` of them."""
+    return torch.is_tensor(value) or (isinstance(value, several) and all(map(torch.is_tensor, value)))
+
+
+def _describe(value: Any) -> str:
+    kind = type(value).__name__
+    members = f" of {', '.join(type(member).__name__ for member in value)}" if isinstance(value, tuple | list) else ""
+    return f"a {kind}{members}"

@@ -406,6 +406,25 @@ def test_a_stage_that_returns_no_tensors_says_so(world):
         world(2).run(returns_none, {"reuse": 1})
 
 
+LOSSES = {"float": lambda outputs, labels: mse(outputs, labels).item(), "NoneType": lambda outputs, labels: None,
+          "dict": lambda outputs, labels: {"loss": mse(outputs, labels)}}
+
+
+def odd_loss(kind):
+    module = PipelineModule(blocks(4), num_stages=2, loss_fn=LOSSES[kind], partition_method="uniform")
+    engine, *_ = deepspeed.initialize(model=module, config=config(2, prt={"reuse": 2}))
+    engine.train_batch(on_ends(engine, vectors(3)))
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_loss_that_is_no_tensor_says_so(world, kind):
+    with pytest.raises(TaskFailed) as failure:
+        world(2).run(odd_loss, kind)
+    assert all(f"loss_fn returns a {kind}; it has to return a tensor" in text
+               for _, text in failure.value.errors.values())
+    assert failure.value.errors[1][0] == "PRTError"
+
+
 class Scaled(nn.Module):
     """Cannot be pickled, and has attributes that scripts change."""
 
