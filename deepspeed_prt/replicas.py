@@ -130,7 +130,7 @@ class ReplicaNorms:
         self._group = module.replica_group
         self._pipes = module.placement.pipes
         self._norms: list[tuple[int, _NormBase]] = []
-        self._before: list[tuple[torch.Tensor, int]] = []
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
         if self._group is None:
             return
         for layer_id, layer in module.layer_modules():
@@ -141,7 +141,7 @@ class ReplicaNorms:
 
     def begin(self) -> None:
         """Note the statistics before a batch, and how many micro-batches are in them."""
-        self._before = [(_statistics(norm), int(norm.num_batches_tracked)) for _, norm in self._norms]
+        self._before = [(_statistics(norm), norm.num_batches_tracked.double()) for _, norm in self._norms]
 
     def combine(self, micro_batches: int) -> None:
         """After a batch, weigh what each copy was told by its micro-batches, and count those of both."""
@@ -150,29 +150,28 @@ class ReplicaNorms:
         told, counted = [], []
         for (pipe, norm), (before, count) in zip(self._norms, self._before, strict=True):
             share = len(range(pipe, micro_batches, self._pipes)) / micro_batches
-            counted.append(int(norm.num_batches_tracked) - count)
+            counted.append(norm.num_batches_tracked - count)
             kept = _kept(norm, count, counted[-1])
             told.append(share * (_statistics(norm) - kept * before) / (1 - kept))
-        flat = torch.cat([*told, told[0].new_tensor(counted)])
+        flat = torch.cat([*told, torch.stack(counted)])
         dist.all_reduce(flat, group=self._group)
         *sums, counts = flat.split([*map(len, told), len(counted)])
-        for (_, norm), (before, count), total, seen in zip(self._norms, self._before, sums, counts.tolist(),
-                                                           strict=True):
-            kept = _kept(norm, count, int(seen))
+        for (_, norm), (before, count), total, seen in zip(self._norms, self._before, sums, counts, strict=True):
+            kept = _kept(norm, count, seen)
             mean, variance = (kept * before + (1 - kept) * total).split(norm.num_features)
             norm.running_mean.copy_(mean)
             norm.running_var.copy_(variance)
-            norm.num_batches_tracked.fill_(count + int(seen))
+            norm.num_batches_tracked.copy_(count + seen)
 
 
 def _statistics(norm: _NormBase) -> torch.Tensor:
     return torch.cat((norm.running_mean, norm.running_var)).double()
 
 
-def _kept(norm: _NormBase, count: int, more: int) -> float:
+def _kept(norm: _NormBase, count: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
     """The part of statistics of ``count`` micro-batches that is left after ``more``.
 
     None of it, as far as combining goes, where the norm does not count them (as instance norms) or never changes.
     """
-    kept = count / (count + more) if norm.momentum is None and more else (1 - (norm.momentum or 0.0))**more
-    return kept if kept < 1 else 0.0
+    kept = count / (count + more) if norm.momentum is None else (1 - norm.momentum)**more
+    return torch.where(kept < 1, kept, 0.0)
