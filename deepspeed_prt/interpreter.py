@@ -470,6 +470,7 @@ class Interpreter(PipelineEngine):
             self._profile.forget_batch()
             self._profile = None
         self._replicas.discard()
+        self._replica_norms.discard()
         self.loss = None
         if self._mode == "train" and self.optimizer is not None:
             self.optimizer.zero_grad()

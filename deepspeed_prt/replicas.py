@@ -158,10 +158,20 @@ class ReplicaNorms:
         *sums, counts = flat.split([*map(len, told), len(counted)])
         for (_, norm), (before, count), total, seen in zip(self._norms, self._before, sums, counts, strict=True):
             kept = _kept(norm, count, seen)
-            mean, variance = (kept * before + (1 - kept) * total).split(norm.num_features)
-            norm.running_mean.copy_(mean)
-            norm.running_var.copy_(variance)
-            norm.num_batches_tracked.copy_(count + seen)
+            _set(norm, kept * before + (1 - kept) * total, count + seen)
+
+
+    def discard(self) -> None:
+        """Undo a batch that failed: each copy has seen what it got to, and combining counts on equal ones before."""
+        for (_, norm), (before, count) in zip(self._norms, self._before, strict=True):
+            _set(norm, before, count)
+
+
+def _set(norm: _NormBase, statistics: torch.Tensor, count: torch.Tensor) -> None:
+    mean, variance = statistics.split(norm.num_features)
+    norm.running_mean.copy_(mean)
+    norm.running_var.copy_(variance)
+    norm.num_batches_tracked.copy_(count)
 
 
 def _statistics(norm: _NormBase) -> torch.Tensor:

@@ -241,6 +241,40 @@ def test_running_statistics_forget_as_fast_as_in_one_pipe(world, momentum, froze
     assert_same(stock, ours, tolerance=1e-5)
 
 
+def norms_after_a_failure(prt):
+    """Five batches, of which the second fails at the loss, when the two pipes have come to different places."""
+    calls = []
+
+    def loss(outputs, labels):
+        calls.append(outputs)
+        if len(calls) == 5 and torch.distributed.get_rank() == 0:
+            raise RuntimeError("boom")
+        return mse(outputs, labels)
+
+    torch.manual_seed(1)
+    module = PipelineModule([LayerSpec(Norm) for _ in range(4)], num_stages=2, loss_fn=loss, seed_layers=True,
+                            partition_method="uniform")
+    engine, *_ = deepspeed.initialize(model=module, config=config(6, prt=prt))
+    states, failures = [], 0
+    for seed in range(5):
+        try:
+            engine.train_batch(vectors(seed))
+        except RuntimeError:
+            failures += 1
+        states.append(weights(engine))
+    return {"states": states, "failures": failures}
+
+
+def test_statistics_of_batch_norms_stay_equal_after_a_batch_that_failed(world):
+    reports = world(2).run(norms_after_a_failure, LOOP2)
+    assert [report["failures"] for report in reports] == [1, 1]
+    assert_copies_are_equal(reports)
+    for report in reports:
+        for layer, state in report["states"][1].items():
+            for name in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"):
+                assert torch.equal(state[name], report["states"][0][layer][name]), "as if that batch had not been"
+
+
 class Fails(nn.Module):
     """Fails in the forward or the backward, on one call, on one rank."""
 
